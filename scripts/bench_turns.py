@@ -146,7 +146,11 @@ def plot(ratios: list[dict[str, Any]], path: Path) -> None:
     panel.bar_label(bars, labels=labels[::-1], padding=3, bbox=box)
     panel.axvline(1, color="black", lw=0.8, zorder=0.5)
     panel.margins(y=0.02)
-    panel.set_xlim(0, 1.3 * max(shares))
+    if max(shares) > 20 * min(shares):
+        panel.set_xscale("log")
+        panel.set_xlim(min(shares) / 2, 3 * max(shares))
+    else:
+        panel.set_xlim(0, 1.3 * max(shares))
     panel.set_xlabel("speed relative to the other, as a share of what is wanted")
     panel.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)

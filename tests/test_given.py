@@ -376,3 +376,21 @@ def test_very_many_given_batches_change_nothing_of_the_order(path, num_threads):
             assert batch.last == is_last
             found.append((batch.epoch, batch.number, batch.index.tolist(), batch.last))
         assert found == expected
+
+
+def test_what_the_loop_cannot_read_of_cheap_batches_threads_find_out(path, tmp_path):
+    """Batches of which the core reads the most in the thread that takes them."""
+    damaged = tmp_path / "damaged.h5"
+    damaged.write_bytes(path.read_bytes())
+    spoil_chunk(damaged, 3, "labels")
+    with reader_of(damaged, num_threads=2, prefetch=3, timeout=60) as reader:
+        for _ in range(20):
+            for _ in range(20):
+                reader.fetch_data([0, 199])
+            reader.fetch_data([20, 22])
+            reader.fetch_data([28])
+            for _ in range(20):
+                check(reader.get_next_batch())
+            with pytest.raises(ReadError, match="labels"):
+                reader.get_next_batch()
+            check(reader.get_next_batch())

@@ -250,7 +250,7 @@ _FUNCTIONS = {
 # Those that take less time than releasing the GIL keep it; "visit" gives it away itself.
 _BRIEF_FUNCTIONS = {
     "p": "visit is_dropping open_queue put_ticket forget_jobs end_queue events wake",
-    "ppppqqqqi": "submit",
+    "ppppqqqqii": "submit",
     "pqq": "drop samples_at",
     "pqqq": "finish",
     "pq": "serial_at",

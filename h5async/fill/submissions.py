@@ -36,7 +36,7 @@ _Uint64s = NDArray[np.uint64]
 # The arguments `begin`, `count`, `mapping`, `samples` and `draw` of `BatchQueue.submit`.
 _Numbers = tuple[int, int, _Uint64s | None, NDArray[np.int64] | None, _Uint64s | None]
 _AHEAD_SAMPLES = 8192  # of an epoch, whose numbers are told at once
-_AHEAD_BATCHES, _AHEAD_EPOCHS = 256, 32  # that are told at once, about
+_LEAST_AHEAD, _AHEAD_BATCHES, _AHEAD_EPOCHS = 8, 256, 32  # that are told at once, about
 _AHEAD_MAPPED = 1 << 16  # samples of epochs that have a mapping each, which may be large
 _MORE_ALIKE = 1024  # epochs
 _NO_NUMBERS: _Numbers = 0, 0, None, None, None
@@ -70,6 +70,7 @@ class QueuedBatches:
         self._lock = threading.RLock()
         self.request_of: Callable[[int, int], FillRequest] = _no_request
         self.turns: Turns | None = None
+        self._taken_before = 0  # by `turns`, before its last run
         self.is_plain = True  # each field is one array, as it lies in a slot
 
     def sampling(self, request: FillRequest) -> Sampling:
@@ -85,8 +86,12 @@ class QueuedBatches:
     def run_from(self, request: FillRequest) -> RunEpochs | None:
         """Return the batches from a request on, of some epochs; None if they cannot be told.
 
-        The last ones of the epochs may be short, and all others are alike.
+        The last ones of the epochs may be short, and all others are alike. They are the more, the
+        more of the last run were taken: to tell them takes longer than a few batches.
         """
+        taken = 0 if self.turns is None else self.turns.taken
+        most = max(_LEAST_AHEAD + self._queue.num_slots, 4 * (taken - self._taken_before))
+        self._taken_before, most = taken, min(most, _AHEAD_BATCHES)
         sampling, first, epoch = self.sampling(request), request.serial, request.epoch
         if type(sampling) is not Sampling:
             return None
@@ -99,7 +104,7 @@ class QueuedBatches:
             is_large = (
                 one.mapping is not None and (end - first) * sampling.batch_size > _AHEAD_MAPPED
             )
-            are_all = end - first >= _AHEAD_BATCHES or len(found) == _AHEAD_EPOCHS
+            are_all = end - first >= most or len(found) == _AHEAD_EPOCHS
             if one.stop != end or are_all or is_large:
                 break
             if len(found) > 1 and are_alike and sampling.pass_samples is None:
@@ -112,18 +117,20 @@ class QueuedBatches:
         """Return the arrays of a batch of `turns`, which are views of a slot's memory."""
         return tuple([out[: index.size] for out in memory.out])
 
-    def submit(self, request: FillRequest) -> None:
+    def submit(self, request: FillRequest, *, is_helped: bool = False) -> None:
         """Have a batch filled. Never blocks; submitting it again has no effect.
 
-        Anything that goes wrong becomes an error of that batch.
+        Anything that goes wrong becomes an error of that batch. `is_helped`: the consumer will call
+        `Turns.fill_own` for one of given samples.
         """
+        is_own = is_helped and request.samples is not None and self.turns is not None
         slot, serial = request.slot, request.serial
         with self._lock:
             latest = self._latest[slot]
             if latest is None or latest.request.serial != serial:
                 latest = self._latest[slot] = self._new(request)
             if latest.error is None:
-                self._queue.submit(slot, serial, *latest.numbers, latest.needs_python)
+                self._queue.submit(slot, serial, *latest.numbers, latest.needs_python, is_own)
 
     def drop_error(self, serial: int) -> None:
         """Forget the error of a batch: it is raised, and so holds what holds this object."""

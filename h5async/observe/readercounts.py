@@ -204,6 +204,12 @@ class ReaderCounts:
             for rows, count in counts:
                 self._counted[rows] += count
 
+    def note_wait(self, begin: float, end: float) -> None:
+        """Note a wait, after those that the core has noted of an epoch that began there."""
+        with self._lock:
+            self._catch_up()
+            self.waits.note(begin, end)
+
     def begin_epoch(self, epoch: int, work: Work) -> None:
         """Note that the last wait was for the first batch of an epoch."""
         with self._lock:

@@ -237,7 +237,7 @@ class StepSpans(SpanRows):
 def starts_of(lengths: NDArray[Any]) -> Int64s:
     """Return where samples of these lengths begin, and the last one ends: int64 (n + 1,)."""
     found = np.zeros(lengths.size + 1, np.int64)
-    np.cumsum(lengths, out=found[1:])
+    lengths.cumsum(out=found[1:])
     return found
 
 

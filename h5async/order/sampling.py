@@ -15,7 +15,7 @@ import bisect
 import functools
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import ClassVar, Literal, NamedTuple, Protocol
 
@@ -387,7 +387,8 @@ class Schedule:
         """
         gone = bisect.bisect_left(self.others, following)
         if len(self.others) < _MANY_OTHERS or not gone:
-            return replace(self, others=(*self.others, serial))
+            others = (*self.others, serial)
+            return Schedule(self.sampling, self.serial, self.epoch, self.start, others)
         epoch, _, start = self.position(following)
         return Schedule(self.sampling, following, epoch, start, (*self.others[gone:], serial))
 

@@ -126,6 +126,7 @@ class BatchQueue:
         samples: Int64s | None,
         draw: Uint64s | None,
         needs_python: bool,
+        is_own: bool = False,
     ) -> None:
         """Have a batch read. Never blocks; submitting it again has no effect.
 
@@ -133,7 +134,8 @@ class BatchQueue:
         of the selection from `begin` on, at most the rows of the slot; `mapping`, from
         `Sampling.run_at`, maps the positions first, if given. Or they are `samples`, int64
         (count,), C-contiguous. For `draw` see `Collection.plan`. If it `needs_python`, a thread
-        returns from `next` with it when its rows are read.
+        returns from `next` with it when its rows are read. `is_own`: the consumer will call
+        `Turns.fill_own`, so that no thread is woken for it if it is cheap.
         """
         if mapping is not self._mapping:
             self._mapping_at = None if mapping is None else address(mapping)
@@ -152,6 +154,7 @@ class BatchQueue:
             slot,
             serial,
             needs_python,
+            is_own,
         )
         assert taken, f"slot {slot} is in use"
         mappings = self._mappings[slot]
@@ -355,7 +358,9 @@ class Turns:
     `take` takes a list, to which it appends the next batch, and returns whether it did: if not, or
     if anything is not lent, the ring goes on. Given a second argument, it hardly waits. `put_back`
     undoes it, and returns whether it did. `ask` requests a batch; it returns 0 if it did not, and 2
-    if that is the last of its epoch. `on_epoch` is called when the last batch of one was taken.
+    if that is the last of its epoch. `fill_own` fills a batch, by its serial, that was submitted as
+    the consumer's own, if it is cheap and the state is not lent. `on_epoch` is called when the last
+    batch of one was taken.
     """
 
     def __init__(
@@ -374,7 +379,8 @@ class Turns:
         self.take: Callable[..., bool]
         self.ask: Callable[[], int]
         self.put_back: Callable[[], bool]
-        self.take, self.ask, self.put_back = core.turns_of(self._memory)
+        self.fill_own: Callable[[int], bool]
+        self.take, self.ask, self.put_back, self.fill_own = core.turns_of(self._memory)
         self._slots = np.zeros(queue.num_slots, np.int64)
         self._waits_ns = np.zeros(MAX_WAITS, np.int64)
         # By column: rows of all batches taken by `take`, if it is ragged.
@@ -463,8 +469,8 @@ class Turns:
         struct.names, struct.arrays, struct.part = map(id, run.views)
         if run.views[0] is None:
             struct.names = None
-        self.run, struct.run = run, id(run)
-        struct.is_lent = True
+        struct.run = id(run)
+        self.run, struct.is_lent = run, True  # no signal handler runs in between
 
     def state(self) -> tuple[int, int, int | None]:
         """Return what the consumer wants, as far as that has changed: next, asked, held."""

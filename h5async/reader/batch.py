@@ -8,7 +8,7 @@ first time in a while costs a microsecond.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -164,9 +164,7 @@ class Batch(Sequence[Any]):
 
     @property
     def _where(self) -> str:
-        if self.epoch < 0:
-            return "a batch of given samples"
-        return f"batch {self.number} of epoch {self.epoch}"
+        return _where(self.epoch, self.number)
 
     def __repr__(self) -> str:
         where = self._where.removeprefix("a ").capitalize()
@@ -210,6 +208,10 @@ class Batch(Sequence[Any]):
 _MEMBERS = frozenset(Batch.__slots__)
 
 
+def _where(epoch: int, number: int) -> str:
+    return "a batch of given samples" if epoch < 0 else f"batch {number} of epoch {epoch}"
+
+
 def _cells(array: Any) -> tuple[str, str, str]:
     shape = getattr(array, "shape", None)
     if shape is None or not hasattr(array, "ndim"):  # ragged or sparse
@@ -225,9 +227,9 @@ def _shown(array: Any) -> str:
 class _ExpiredArrays(dict[str, Any]):
     """The names of the arrays of an expired batch."""
 
-    def __init__(self, batch: Batch) -> None:
-        super().__init__(dict.fromkeys(batch.keys()))
-        self._what = batch._where
+    def __init__(self, names: Iterable[str], what: str) -> None:
+        super().__init__(dict.fromkeys(names))
+        self._what = what
 
     def _refuse(self, *_: object) -> NoReturn:
         raise BatchExpiredError(
@@ -240,7 +242,7 @@ class _ExpiredArrays(dict[str, Any]):
 
 def expire(batch: Batch) -> None:
     """Make all uses of a batch's fields raise `BatchExpiredError`."""
-    batch._arrays = _ExpiredArrays(batch)
+    batch._arrays = _ExpiredArrays(batch.keys(), batch._where)
 
 
 # --- how they are made ----------------------------------------------------------------------------
@@ -253,14 +255,14 @@ class Batches:
     """
 
     def __init__(self, setup: ReaderSetup, ring: SlotRing[FillOutcome]) -> None:
-        self.names, self._masks, self._device = setup.names, setup.masks, setup.device
+        self.names, self.masks, self._device = setup.names, setup.masks, setup.device
         self._sequences, self._static = setup.samplings.sequences, setup.static
         self._ring = weakref.ref(ring)
-        self.has_masks = bool(self._masks)
+        self.has_masks = bool(self.masks)
 
     def arrays(self, filled: FillOutcome, epoch: int) -> dict[str, Any]:
         """Return the arrays of a batch by name, and its masks."""
-        names, masks = filled.names or self.names, self._masks
+        names, masks = filled.names or self.names, self.masks
         made = filled.arrays[len(names) :]
         arrays = dict(zip(names, filled.arrays, strict=not made))
         if masks:
@@ -296,9 +298,7 @@ class _IsOver:
 
     def __call__(self) -> bool:
         ring = self._ring()
-        if ring is None or ring.is_closed:  # nothing is filled any more
-            return False
-        return ring.consumer.held != self._serial
+        return ring is not None and ring.consumer.held != self._serial
 
 
 class Run:
@@ -340,7 +340,9 @@ class Run:
         epoch, number, start = course.position(serial)
         if name == "_arrays":  # not plain ones, with masks, or there was no memory for them
             if self._batches.is_over(serial):
-                raise BatchExpiredError(_OVER)
+                names = *self._batches.names, *self._batches.masks
+                batch._arrays = _ExpiredArrays(names, _where(epoch, number))
+                return
             arrays = self._arrays_of(self._slots[slot], batch.index)
             batch._arrays = self._batches.arrays(FillOutcome(batch.index, arrays), epoch)
             return
@@ -362,8 +364,6 @@ def next_run(
 ) -> Run | None:
     """Return the run of the next batches; None if they are not alike, or too few."""
     following = ring.consumer.next
-    if course.given and max(course.given) >= following - 1:
-        return None
     epoch, number, start = course.position(following)
     request = FillRequest(0, following, epoch, number, start, course.order)
     sampling = submissions.sampling(request)

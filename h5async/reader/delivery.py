@@ -141,15 +141,17 @@ class Delivery:
             return False
         if timeline is not None and not isinstance(self._filler, Filler):
             return False  # nor what helpers are asked for
-        course = self._position.course
+        following, _, _, _, course, _ = ring.consumer
         # Threads at work would wait longer for the consumer; it does more for samples of any size.
         if turns.is_lent or not (turns.are_worthwhile or not submissions.is_plain):
             return False
-        epoch, number, _ = course.position(ring.consumer.next)
+        epoch, number, _ = course.position(following)
         if self._waiting or not counts.waits.have_begun:
             return False
         if counts.open_epoch != epoch and (counts.open_epoch >= 0 or number):
             return False  # its first batch opens it
+        if course.given and max(course.given) >= following - 1:
+            return False
         slots = [slot.memory for slot in self._setup.slots]
         with suppressing(MemoryError):  # it goes on without
             run = next_run(self._batches, course, ring, submissions, slots)
@@ -164,7 +166,7 @@ class Delivery:
         """Request another batch, or one of given samples; tell whether its epoch ends with it."""
         if index is not None:
             self._position.give(self._samples_of_batch(index))
-            self.begin()
+            self.begin(is_helped=self._setup.has_threads)
             return False
         serial = self._ring.ask()
         self.begin()
@@ -196,8 +198,11 @@ class Delivery:
             return None
         return Epoch(self._position, self._ring, run.epoch + number, get_next_batch, run)
 
-    def begin(self) -> None:
-        """Fill free slots with requested batches; after an exception, the next call does it."""
+    def begin(self, *, is_helped: bool = False) -> None:
+        """Fill free slots with requested batches; after an exception, the next call does it.
+
+        `is_helped`: `wait` fills cheap batches of given samples.
+        """
         if self._submissions is None:
             if self._ring.can_assign():
                 self._filler.kick()
@@ -208,14 +213,18 @@ class Delivery:
         if may_have_lost:
             assignments = self._ring.pending()
         if assignments:
-            self._submit(self._submissions, assignments)
+            self._submit(self._submissions, assignments, is_helped=is_helped)
         self._may_have_lost = False
 
     def _submit(
-        self, submissions: Submissions | PostedBatches, assignments: Sequence[Assignment]
+        self,
+        submissions: Submissions | PostedBatches,
+        assignments: Sequence[Assignment],
+        *,
+        is_helped: bool = False,
     ) -> None:
         for request in self._requests(assignments):
-            submissions.submit(request)
+            submissions.submit(request, is_helped=is_helped)
 
     def next_requests(self) -> list[FillRequest]:
         """Return the requests for free slots."""
@@ -303,9 +312,11 @@ class Delivery:
             if has_order and slots and ring.in_use is not None:
                 slots[ring.in_use].release()
             ring.hand_back()
-            self.begin()
+            self.begin(is_helped=self._setup.has_threads)
             if not self._setup.has_threads and isinstance(self._filler, Filler):
                 self._fill_here(self._filler)
+            elif ring.turns is not None and ring.consumer.next in self._position.course.given:
+                ring.turns.fill_own(ring.consumer.next)
             begin_more = None if self._submissions is None else self.begin
             serial, slot, filled = ring.wait(timeout_seconds, begin_more)
             if filled.skipped:
@@ -314,7 +325,7 @@ class Delivery:
             if has_order and is_there:
                 slots[slot].acquire()
             end = time.perf_counter()
-            self._counts.waits.note(begin, end)
+            self._counts.note_wait(begin, end)
             try:
                 return serial, filled
             finally:

@@ -70,9 +70,9 @@ def test_what_is_submitted_again_is_not_read_again(path, num_threads, monkeypatc
     monkeypatch.setattr("h5async.fill.resident._KEPT_WHOLE_NBYTES", 0)
     submit = Submissions.submit
 
-    def submit_again(self: Submissions, request: Any) -> None:
+    def submit_again(self: Submissions, request: Any, **more: Any) -> None:
         for _ in range(3):
-            submit(self, request)
+            submit(self, request, **more)
 
     counts = []
     for function in submit, submit_again:
@@ -91,10 +91,10 @@ def test_what_an_exception_kept_from_being_submitted_is_submitted_later(
     """As Ctrl-C does, wherever it comes."""
     submit, random = Submissions.submit, np.random.default_rng(0)
 
-    def fail_sometimes(self: Submissions, request: Any) -> None:
+    def fail_sometimes(self: Submissions, request: Any, **more: Any) -> None:
         if random.random() < 0.2:
             raise KeyboardInterrupt
-        submit(self, request)
+        submit(self, request, **more)
         if random.random() < 0.2:
             raise KeyboardInterrupt
 

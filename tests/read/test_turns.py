@@ -153,11 +153,17 @@ def test_a_batch_of_samples_that_differ_in_size_is_used_too_late(uneven):
     with opened(path, fields=UNEVEN) as reader:
         batches = [reader.get_next_batch() for _ in range(20)]
         assert taken(reader)
-        with pytest.raises(BatchExpiredError, match=r"life of this batch is over"):
-            _ = batches[-2].ragged
-        np.testing.assert_array_equal(batches[-2].index, np.arange(18 * SIZE, 19 * SIZE))
+        assert (batches[-3].epoch, batches[-3].number, batches[-3].last) == (0, 17, False)
+        late = batches[-2]
+        with pytest.raises(BatchExpiredError, match=r"batch 18 of epoch 0 was used.*copy\(\)"):
+            _ = late.ragged
+        assert (late.keys(), repr(late)) == (list(UNEVEN), "<Batch 18 of epoch 0, expired>")
+        assert "The life of this batch is over" in batches[-4]._repr_html_()
+        np.testing.assert_array_equal(late.index, np.arange(18 * SIZE, 19 * SIZE))
     for at, sample in enumerate(batches[-1].index):  # closed: nothing is read any more
         np.testing.assert_array_equal(batches[-1].ragged[at], rows[sample][0])
+    with pytest.raises(BatchExpiredError):
+        _ = batches[-5].ragged
 
 
 def test_an_index_that_is_not_a_column(uneven):
@@ -292,6 +298,19 @@ def test_short_epochs_in_loops(path, num_threads, size):
                 )
             assert reader.stats(epoch=-1).samples == SAMPLES
         assert taken(reader) >= 35 * len(reader)
+
+
+def test_loops_left_early_have_few_epochs_told(path):
+    with opened(path, batch_size=SAMPLES // 20, shuffle="window", num_threads=0) as reader:
+        for _ in range(2):
+            list(reader)
+        told, turns = [], reader._engine.ring.turns
+        lend = turns.lend
+        turns.lend = lambda run, *rest: (told.append(len(run.epochs.mappings)), lend(run, *rest))
+        for _ in range(10):
+            list(zip(reader, range(3), strict=False))
+        assert len(told) >= 5
+        assert sum(told[1:]) < 2 * len(told)
 
 
 def test_an_order_lasts_as_long_as_a_batch_may_be_planned_by_it(path):

@@ -188,3 +188,24 @@ PUBLIC int64_t h5async_next(Queue *queue, Worker *w, int64_t stays)
     w->returned_ns = now_ns();
     return next;
 }
+
+/* Fill a batch in the consumer's thread, if it is its own. What is left to Python, a thread is to find
+   out again. Returns whether it is filled. */
+static int fill_own_job(Queue *queue, Worker *w, int64_t serial)
+{
+    int64_t next = NEXT_NOTHING;
+    pthread_mutex_lock(&queue->lock);
+    for (int64_t i = 0; i < queue->num_jobs; i++) {
+        Job *job = &queue->jobs[i];
+        while (next == NEXT_NOTHING && job->wish.serial == serial && job->is_own && is_open(job))
+            next = advance(queue, job, w);
+    }
+    if (next >= 0) {
+        queue->jobs[next].state = TO_PLAN, queue->jobs[next].is_own = 0;
+        offer(queue);
+    }
+    pthread_mutex_unlock(&queue->lock);
+    if (next >= 0)
+        pthread_cond_signal(&queue->work);
+    return next == NEXT_READY;
+}

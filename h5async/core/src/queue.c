@@ -230,17 +230,18 @@ static int submit_wish(Queue *queue, int64_t slot, Wish *wish, const int64_t *sa
 }
 
 /* Submit a batch, whose numbers are `samples`; NULL: they are those of `count` positions from `begin`
-   on, or, with a `mapping` (else NULL), of what these are mapped to. `draw`: see draw_places. */
+   on, or, with a `mapping` (else NULL), of what these are mapped to. `draw`: see draw_places. `is_own`:
+   the consumer will call fill_own_job. */
 PUBLIC int64_t h5async_submit(Queue *queue, const int64_t *samples, const Mapping *mapping,
                               const uint64_t *draw, int64_t begin, int64_t count, int64_t slot,
-                              int64_t serial, int32_t needs_python)
+                              int64_t serial, int32_t needs_python, int32_t is_own)
 {
     Wish wish = {.count = count, .serial = serial, .begin = begin, .needs_python = needs_python};
     if (mapping != NULL)
         wish.mapping = *mapping;
     if (draw != NULL)
         memcpy(wish.draw, draw, sizeof wish.draw);
-    return submit_wish(queue, slot, &wish, samples, 0);
+    return submit_wish(queue, slot, &wish, samples, is_own);
 }
 
 /* Whether a batch that was dropped may still use its mapping. */

@@ -25,6 +25,7 @@ extern Object *PySlice_New(Object *start, Object *stop, Object *step);
 extern Object *PyObject_GetItem(Object *object, Object *key);
 extern void PyErr_Clear(void);
 extern Object *PyLong_FromLongLong(long long value);
+extern long long PyLong_AsLongLong(Object *object);
 extern Object *PyBool_FromLong(long value);
 extern Object *PyObject_CallFunctionObjArgs(Object *function, ...);
 extern int PyObject_SetAttr(Object *object, Object *name, Object *value);
@@ -174,6 +175,18 @@ static enum Help help_or_wait(Turns *t, Job *job, Job **helped_last, int may_wai
     return may_sleep ? LOOKS_AGAIN : HAS_NOT_WAITED;
 }
 
+/* Tell who has closed the reader meanwhile that the consumer has left it. Returns 0 if that raised. */
+static int tell_left(Turns *t)
+{
+    Object *on_left = t->is_lent ? NULL : t->on_left, *result = NULL;
+    if (on_left == NULL)
+        return 1;
+    t->on_left = NULL;
+    result = PyObject_CallFunctionObjArgs(on_left, NULL);
+    Py_DecRef(result);
+    return result != NULL;
+}
+
 /* Wait for the next batch. Returns 1 where it is there; 0 where Python is to go on; -1: it raised. */
 static int await_next(Turns *t, int may_wait)
 {
@@ -198,15 +211,7 @@ static int await_next(Turns *t, int may_wait)
         PyEval_RestoreThread(thread);
         t->is_inside = 0;
     }
-    Object *on_left = t->is_lent ? NULL : t->on_left, *result = NULL;
-    if (on_left != NULL) {
-        t->on_left = NULL;
-        result = PyObject_CallFunctionObjArgs(on_left, NULL);
-        if (result == NULL)
-            return -1;
-        Py_DecRef(result);
-    }
-    return 0;
+    return tell_left(t) ? 0 : -1;
 }
 
 /* Return views of a slot's arrays by name; NULL, without an exception: there is no memory. */
@@ -359,18 +364,37 @@ static Object *ask(Object *self, Object *const *arguments, intptr_t count)
     return PyLong_FromLongLong(1 + is_last);
 }
 
+/* Fill a batch, by its serial, that was submitted as the consumer's own, if it is cheap. Not lent.
+   Returns whether it did. */
+static Object *fill_own(Object *self, Object *const *arguments, intptr_t count)
+{
+    (void)count;
+    Turns *t = (void *)PyByteArray_AsString(self);
+    int64_t serial = PyLong_AsLongLong(arguments[0]);
+    if (t->is_lent || t->is_inside || t->waits_not)
+        return PyBool_FromLong(0);
+    t->is_inside = 1; /* nothing is freed meanwhile */
+    void *thread = PyEval_SaveThread();
+    int is_filled = fill_own_job(t->queue, t->worker, serial);
+    PyEval_RestoreThread(thread);
+    t->is_inside = 0;
+    return tell_left(t) ? PyBool_FromLong(is_filled) : NULL;
+}
+
 static Method TURNS[] = {{"take", take, METH_FASTCALL, NULL},
                          {"ask", ask, METH_FASTCALL, NULL},
-                         {"put_back", put_back, METH_FASTCALL, NULL}};
+                         {"put_back", put_back, METH_FASTCALL, NULL},
+                         {"fill_own", fill_own, METH_FASTCALL, NULL}};
 
-/* Return `take`, `ask` and `put_back` for Python, for a structure in a bytearray, which they keep. */
+/* Return `take`, `ask`, `put_back` and `fill_own` for Python, for a structure in a bytearray, which they keep. */
 PUBLIC Object *h5async_turns_of(Object *memory)
 {
-    Object *made[3], *all;
-    for (int i = 0; i < 3; i++)
+    Object *made[4], *all;
+    for (int i = 0; i < 4; i++)
         made[i] = PyCFunction_NewEx(&TURNS[i], memory, NULL);
-    all = made[0] && made[1] && made[2] ? PyTuple_Pack(3, made[0], made[1], made[2]) : NULL;
-    for (int i = 0; i < 3; i++)
+    int are_made = made[0] && made[1] && made[2] && made[3];
+    all = are_made ? PyTuple_Pack(4, made[0], made[1], made[2], made[3]) : NULL;
+    for (int i = 0; i < 4; i++)
         Py_DecRef(made[i]);
     return all;
 }
