@@ -66,7 +66,8 @@ class StageTimes:
     def copied(self) -> dict[str, int]:
         """Return the time of each stage so far, in thread nanoseconds."""
         with self._lock:
-            return self._ns.copy()
+            found = self._ns.copy()
+        return found  # (not above: an exception of a signal handler might leave it locked)
 
 
 class Event(NamedTuple):
