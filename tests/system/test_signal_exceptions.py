@@ -378,10 +378,9 @@ def test_batches(tmp_path, monkeypatch, form, num_threads, core):
         expected = batches_of(reader)
     places, found = set(), []
     with reader_of(options, num_threads=num_threads, shuffle="full") as reader:
-        most = 150 if num_threads else 500
         while len(found) < len(expected):
             for _ in range(12):
-                striker = Striker(rng.randrange(1, most), rng.choice(KINDS)("of a handler"))
+                striker = Striker(rng.randrange(1, 150), rng.choice(KINDS)("of a handler"))
                 batch = striker.run(rng.choice([reader.get_next_batch, reader.fetch_data]))
                 places.add(striker.where)
                 if isinstance(batch, h5async.Batch):
