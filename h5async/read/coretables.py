@@ -12,7 +12,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from ctypes import Structure, c_int32
+from ctypes import c_int32
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
@@ -358,7 +358,7 @@ class CopiedCounts(NamedTuple):
     """What a thread had done, in Python and by the compiled core, at some time."""
 
     in_python: tuple[int, ...]
-    in_core: tuple[type[Structure], bytes, int] | None
+    in_core: tuple[tuple[int, ...], int] | None
 
     def total(self) -> tuple[ThreadCounts, int]:
         """Return the counts, and the nanoseconds in which the core transformed rows."""
