@@ -164,6 +164,48 @@ def test_given_batches_come_in_their_turn(path, workers):
         assert batch.number == 1
 
 
+@pytest.mark.parametrize("options", [{}, {"num_threads": 2}, {"num_threads": 2, "prefetch": 5}])
+def test_given_batches_are_taken_by_the_core(path, orders, options):
+    """Also more than there are slots, among those of the order, whose samples last."""
+    rng, due, kept = np.random.default_rng(0), [], []
+    with reader_of(path, **options) as reader:
+        order = [index for epoch in orders for index in epoch]
+        assert reader.get_next_batch().index.tolist() == order.pop(0)
+        turns = reader._engine.ring.turns
+        before, stats = turns.taken, reader.stats()
+        for round_ in range(20):
+            for _ in range(round_ % 9):
+                index = rng.integers(0, COUNT, rng.integers(1, SIZE + 1))
+                reader.fetch_data([index.tolist(), index, index.astype(">i2")][rng.integers(3)])
+                due.append((-1, index.tolist()))
+                index[:] = -1
+            is_last = reader.fetch_data()
+            due.append((is_last, order.pop(0)))
+            for is_last, index in [due.pop(0) for _ in range(max(0, len(due) - 4))]:
+                batch = reader.get_next_batch()
+                check(batch)
+                assert (batch.last if batch.epoch >= 0 else -1) == is_last
+                kept.append((batch, index))
+        since = reader.stats(since=stats)
+        assert since.batches == len(kept)
+        assert since.samples == sum(batch.size for batch, _ in kept)
+        assert turns.taken - before > 0.9 * len(kept) > 50
+        assert all(batch.index.tolist() == index for batch, index in kept)
+        state = reader.state_dict()
+        assert reader.load_state_dict(state) is None
+        following = [index for is_last, index in due if is_last != -1] + order
+        assert reader.get_next_batch().index.tolist() == following[0]
+
+
+def test_after_many_given_batches_a_loop_begins_the_next_epoch(path):
+    with reader_of(path) as reader:
+        reader.get_next_batch()
+        for number in range(100):
+            reader.fetch_data([number])
+            assert reader.get_next_batch().index.tolist() == [number]
+        assert next(iter(reader)).epoch == 1
+
+
 def test_given_batches_of_a_loop_are_part_of_it(path):
     with reader_of(path, num_threads=2) as reader:
         given = []

@@ -137,9 +137,11 @@ class SlotRing(Generic[Result]):
     @property
     def consumer(self) -> Consumer:
         """What the consumer wants."""
-        if self.turns is None or not self.turns.is_lent:
-            return self.wanted
-        return _new_consumer((*self.turns.state(), *self.wanted[3:]))
+        wanted, state = self.wanted, None if self.turns is None else self.turns.state()
+        if state is None:
+            return wanted
+        *others, course = state
+        return _new_consumer((*others, wanted.reads_ahead, course, wanted.loops))
 
     def lend(self, run: Any) -> None:
         """Lend the state for a run, in the consumer's thread.
@@ -147,13 +149,14 @@ class SlotRing(Generic[Result]):
         Not if batches before the next one have slots still, but the one in use.
         """
         with self.lock:
-            following, asked, held, reads_ahead, *_ = self.wanted
+            following, asked, held, reads_ahead, course, loops = self.wanted
             slots = {serial: entry.slot for serial, entry in self._entries.items()}
             low = held if held in slots and held == following - 1 else following
             is_whole = list(slots) == list(range(low, low + len(slots)))
             if self.turns is not None and not self.is_closed and is_whole:
-                wanted = following, asked, held if low == held else None, reads_ahead
-                self.turns.lend(run, wanted, slots)
+                wanted = following, asked, held if low == held else None, reads_ahead, loops
+                given = {serial: of for serial, of in course.given.items() if serial >= low}
+                self.turns.lend(run, wanted, slots, given)
 
     def take_back(self) -> None:
         """Have the state here again, until it is lent again."""
@@ -208,9 +211,9 @@ class SlotRing(Generic[Result]):
 
         Batches before it that have slots count as requested; in a loop, all that fit into the
         slots, whether or not they have one yet, so that it does not depend on the speed of threads.
-        All at once, as in `restart`. `course_from` is called with its serial, and that of the next
-        batch to be delivered. It returns the meaning of serial numbers from now on, which is
-        unchanged for those below its serial.
+        All at once, as in `restart`. `course_from` is called with its serial, and that of the batch
+        in use, or else of the next one. It returns the meaning of serial numbers from now on, which
+        is unchanged for those below its serial.
         """
         with self.lock:
             self._take_back()
@@ -219,7 +222,7 @@ class SlotRing(Generic[Result]):
             serial = max(asked, self._next_to_assign())
             if loops:
                 serial = max(serial, following + self._num_slots - (held is not None))
-            course = course_from(serial, following)
+            course = course_from(serial, following if held is None else held)
             self.wanted = Consumer(following, serial + 1, held, reads_ahead, course, loops)
             return serial
 

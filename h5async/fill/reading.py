@@ -123,6 +123,9 @@ class BatchReader:
             self._told = [field for field, is_told in pairs if all(is_told)]
             new = self._collection.new_batch
             self._batches = [self._batches_of(new, slot, slots.rows) for slot in slots.memory]
+        # Whether `read_rows` reads what the core alone can, and plans for it.
+        self._reads_at_once = self._reads_alone and self.transforms_all and self.far is None
+        self._spare: list[SlotBatch] = []
         self._ahead: _Batches | None = None  # plans of batches that are fetched ahead
         self._has_heaps = any(layout.heaps for layout in self._layouts)
         self._size = ScratchSize.of(self._layouts)
@@ -141,9 +144,9 @@ class BatchReader:
     def open_queue(self) -> BatchQueue | None:
         """Return a queue of batches that the core reads alone; None if it cannot."""
         core, collection = self.core, self._collection
-        if core is None or collection is None or self._plan_columns:
+        if core is None or collection is None or self._plan_columns or not self._reads_alone:
             return None
-        if not all(collection.tables.reads) or (self.far is not None and self.far.kept is None):
+        if self.far is not None and self.far.kept is None:
             return None
         batches, draws = [one.batch for one in self._batches], self.samplings.draws
         orders = self.samplings.selection, None if draws is None else draws.table
@@ -153,6 +156,10 @@ class BatchReader:
     def far(self) -> FarSources | None:
         """What gets bytes of sources that are no local files; None if there are none."""
         return None if self._collection is None else self._collection.tables.far
+
+    @property
+    def _reads_alone(self) -> bool:
+        return self._collection is not None and all(self._collection.tables.reads)
 
     @property
     def transforms_all(self) -> bool:
@@ -326,6 +333,8 @@ class BatchReader:
         others are read all the same.
         """
         draw = self.draw(epoch)
+        if self._reads_at_once and self._read_at_once(index, memory, draw):
+            return
         batches = None
         if self._collection is not None:
             batches = self._batches_of(self._collection.new_batch, memory, index.size)
@@ -340,6 +349,19 @@ class BatchReader:
                 steps = self._steps[field]
                 count = steps.total(index) if isinstance(steps, SpanRows) else index.size
                 self.transform(field, raw[:count], out[:count], index)
+
+    def _read_at_once(self, index: Int64s, memory: SlotMemory, draw: Uint64s | None) -> bool:
+        """Read no more than a batch in one call of the core; return whether that has read all."""
+        collection, spare = self._collection, self._spare
+        if collection is None or index.size > self.slots.rows:
+            return False
+        raw, out, _ = memory
+        batch = spare.pop() if spare else collection.new_batch(raw, out, self.slots.rows)
+        with self._scratch() as scratch:
+            self._work_on(NO_FIELD, scratch)
+            found = collection.read_samples(batch, raw, out, index, draw, scratch)
+        spare.append(batch)
+        return found
 
     def fetch(self, plans: BatchPlan) -> None:
         """Fetch what the core will read of far sources, in the calling thread."""
@@ -526,6 +548,7 @@ class BatchReader:
         """Release all memory. No thread is reading. Idempotent."""
         self._scratches.clear()
         self._free.clear()
+        self._spare.clear()
         self._h5py_rows, self._plan_columns, self._cache = [], None, None
         self._collection, self._batches, self._ahead = None, [], None
 

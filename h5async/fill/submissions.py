@@ -22,7 +22,7 @@ from h5async.fill.outcomes import FillOutcome
 from h5async.fill.pool import Work, do_nothing
 from h5async.fill.reading import BatchReader
 from h5async.opening.dataset import Samplings
-from h5async.order.sampling import FillRequest, Sampling
+from h5async.order.sampling import NO_EPOCH, FillRequest, Sampling
 from h5async.order.selection import NO_SAMPLES
 from h5async.read.queue import END, NOTHING, READY, TICKET, BatchQueue, Numbers, RunEpochs, Turns
 from h5async.samples.assembly import Assembly, SlotMemory
@@ -182,7 +182,7 @@ class Submissions(QueuedBatches):
 
     # --- the consumer's calls ---------------------------------------------------------------------
 
-    def open_turns(self, batch: type, num_threads: int) -> Turns | None:
+    def open_turns(self, batch: type, num_samples: int, num_threads: int) -> Turns | None:
         """Return the turns of the consumer in the core; None if batches need Python."""
         core = self._reader.core
         if self._needs_python or not self._assembly.is_view or self.is_fetched is not _never:
@@ -191,7 +191,14 @@ class Submissions(QueuedBatches):
         is_alone = not num_threads
         scratch = self._reader.scratch_of_consumer(is_alone)
         self.turns = Turns(
-            core, self._queue, scratch, batch, is_alone=is_alone, is_ragged=not self.is_plain
+            core,
+            self._queue,
+            scratch,
+            batch,
+            num_samples,
+            self._reader.draw(NO_EPOCH),
+            is_alone=is_alone,
+            is_ragged=not self.is_plain,
         )
         return self.turns
 

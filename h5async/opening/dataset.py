@@ -231,7 +231,7 @@ class Samplings:
         found = choose(config, layouts) if chosen is None else chosen
         self.selection, weights, self.sequences, self._possible, self.offsets = found
         count = self._first.sample_count
-        self._all_are_possible = self._possible.is_prefix and self._possible.size == count
+        self.all_are_possible = self._possible.is_prefix and self._possible.size == count
         steps = step_rows(config.batch_fields, self.sequences)
         spans = spans_of(layouts, steps)
         self.rows: list[Rows] = [spans.get(name, steps.get(name)) for name in layouts]
@@ -273,7 +273,7 @@ class Samplings:
 
         ConfigError if one does not; the message begins with `where`.
         """
-        if self._all_are_possible:
+        if self.all_are_possible:
             return
         is_possible = self._possible.are_in(samples)
         if not is_possible.all():

@@ -14,7 +14,7 @@ from __future__ import annotations
 import bisect
 import functools
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import ClassVar, Literal, NamedTuple, Protocol
@@ -287,7 +287,6 @@ class Position(NamedTuple):
     start: int
 
 
-_MANY_OTHERS = 64  # searching fewer is faster than dropping some
 _position = functools.partial(tuple.__new__, Position)  # takes half the time
 
 
@@ -381,16 +380,16 @@ class Schedule:
         return max(found, serial)
 
     def with_other(self, serial: int, following: int) -> Schedule:
-        """Return a schedule in which `serial` is a batch outside of epochs.
+        """Return a schedule in which `serial` is a batch outside of epochs, too.
 
-        Batches before `following` were delivered; once there are many, they are forgotten.
+        Those before `following` were delivered, and are forgotten.
         """
         gone = bisect.bisect_left(self.others, following)
-        if len(self.others) < _MANY_OTHERS or not gone:
-            others = (*self.others, serial)
-            return Schedule(self.sampling, self.serial, self.epoch, self.start, others)
-        epoch, _, start = self.position(following)
-        return Schedule(self.sampling, following, epoch, start, (*self.others[gone:], serial))
+        return self.with_others(gone, (*self.others[gone:], serial))
+
+    def with_others(self, gone: int, others: Iterable[int]) -> Schedule:
+        """Return a schedule for what comes after `gone` batches outside of epochs, with others."""
+        return Schedule(self.sampling, self.serial + gone, self.epoch, self.start, tuple(others))
 
 
 class Course(NamedTuple):
@@ -412,8 +411,8 @@ class Course(NamedTuple):
     def position(self, serial: int) -> Position:
         """Return the place of a batch; -1, -1 and 0 for given samples."""
         if serial in self.given:
-            return _OF_GIVEN
+            return OF_GIVEN
         return self.schedule.position(max(serial, self.schedule.serial))
 
 
-_OF_GIVEN = Position(-1, -1, 0)
+OF_GIVEN = Position(-1, -1, 0)

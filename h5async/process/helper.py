@@ -288,9 +288,10 @@ class PostedBatches(QueuedBatches):
 
     # --- the consumer's calls ---------------------------------------------------------------------
 
-    def open_turns(self, batch: type, _: int) -> Turns:
+    def open_turns(self, batch: type, num_samples: int, _: int) -> Turns:
         """Return the turns of the consumer in the core."""
-        self.turns = Turns(self._core, self._queue, self._scratch, batch, is_alone=False)
+        queue, scratch = self._queue, self._scratch
+        self.turns = Turns(self._core, queue, scratch, batch, num_samples, is_alone=False)
         return self.turns
 
     def result(self, slot: int, serial: int) -> FillOutcome | None:

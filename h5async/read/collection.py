@@ -69,11 +69,18 @@ class Collection:
     ) -> SlotBatch:
         """Return the memory for the plans of a slot with this memory, for `rows` samples."""
         targets = (self._core.Target * len(self.tables.fields))()
-        for target, one, other in zip(targets, raw, out, strict=True):
-            target.raw, target.out, target.capacity = address(one), address(other), len(one)
         batch = SlotBatch(self._core.BatchPlan(), targets, rows, (raw, out))
+        self._aim(batch, raw, out)
         call_when_gone(batch, self._core.free_plan, ctypes.byref(batch.plan))
         return batch
+
+    @staticmethod
+    def _aim(batch: SlotBatch, raw: Sequence[NDArray[Any]], out: Sequence[NDArray[Any]]) -> None:
+        batch.arrays = raw, out
+        for target, one, other in zip(batch.targets, raw, out, strict=True):
+            at = target.raw = address(one)
+            target.out, target.capacity = at if other is one else address(other), len(one)
+            target.is_wanted = True
 
     def plan(
         self,
@@ -127,8 +134,29 @@ class Collection:
             raise ReaderClosedError(CLOSED)
         return refused
 
+    def read_samples(
+        self,
+        batch: SlotBatch,
+        raw: Sequence[NDArray[Any]],
+        out: Sequence[NDArray[Any]],
+        samples: Int64s,
+        draw: NDArray[np.uint64] | None,
+        scratch: Scratch,
+    ) -> bool:
+        """Read samples, all fields of them, to other memory than a batch was made for.
+
+        In one call; returns whether it did: if not, for whatever reason, `plan` and `read` have to.
+        """
+        self._aim(batch, raw, out)
+        at, keys = address(samples), None if draw is None else address(draw)
+        numbers = len(self.tables.fields), samples.size, self.tables.num_samples
+        sources = self.tables.sources
+        done = bool(self._call("read_samples", batch, sources, scratch, at, keys, *numbers))
+        batch.arrays = None  # which the caller of `read` keeps
+        return done
+
     def _call(
-        self, name: str, batch: SlotBatch, sources: Any, scratch: Scratch, *arguments: int
+        self, name: str, batch: SlotBatch, sources: Any, scratch: Scratch, *arguments: int | None
     ) -> int:
         """Call a function of the core for a plan and its sources; return its result."""
         worker = scratch.worker(self._core)

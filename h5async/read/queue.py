@@ -32,7 +32,7 @@ Uint64s = NDArray[np.uint64]
 END, TICKET, NOTHING, READY = -1, -2, -3, -4
 _SLOW_NS = 300_000  # HELPED_NS in core/src/queue.c
 _ALONE = 1  # result of `submit`: no batch that was dropped is under way
-MAX_WAITS = 4096  # MAX_WAITS in core/src/turns.c
+MAX_WAITS, MAX_GIVEN = 4096, 16  # as in core/src/turns.c
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -278,7 +278,9 @@ class Numbers(NamedTuple):
 
 
 class RunEpochs:
-    """The batches of a run, of some epochs: from `first` to `stop`, by serials, of `size` samples.
+    """The batches of a run, of some epochs: from `first` to `stop`, of `size` samples.
+
+    They are counted by the serials they would have if no samples were given after the run began.
 
     The samples of a batch are `stride` positions behind those of the one before. The first epoch
     ends before `epoch_end`, and others have `epoch_batches`; after the last one of `epochs`, `more`
@@ -317,6 +319,15 @@ def _addresses(one: Numbers) -> Iterator[int]:
         yield 0 if array is None else address(array)
 
 
+def _given_of(struct: Any, arrays: Sequence[Any]) -> tuple[int, dict[int, Int64s]]:
+    """Return how many batches of given samples are done with, and the others, by serial."""
+    begin, of = struct.given_begin, struct.given
+    if struct.held >= 0 and of[3 * ((begin - 1) % MAX_GIVEN)] == struct.held:
+        begin -= 1
+    numbers = [number % MAX_GIVEN for number in range(begin, struct.given_end)]
+    return begin, {of[3 * at] or 0: arrays[at] for at in numbers}
+
+
 class TurnsCounts(NamedTuple):
     """Batches that were taken, their samples, the waits for them, and when the last one ended.
 
@@ -343,6 +354,9 @@ class Run(Protocol):
     def epochs(self) -> RunEpochs:
         """Which samples they have."""
 
+    def course_after(self, gone: int, given: dict[int, Int64s]) -> Any:
+        """Return the course once `gone` batches of given samples are done with, with others."""
+
     @property
     def views(self) -> tuple[tuple[str, ...] | None, tuple[tuple[Any, ...], ...], slice]:
         """Names of fields, arrays of each slot, and the part of these; no names: none are made."""
@@ -352,15 +366,18 @@ class Turns:
     """The consumer's turns in the core.
 
     `batch` is the type of batches: one is made without a call of its `__init__`, and has its
-    members `_arrays` set to views, `_later` to its run, slot and serial, and `size`. `scratch` is
-    the consumer's; `is_alone`: no other thread fills batches; `is_ragged`: some fields are.
+    members `_arrays` set to views, `_later` to its run, slot, serial and number in the run, or -1,
+    and `size`; of given samples, `index`, too. `scratch` is the consumer's; samples below
+    `num_samples` may be given, for which `draw` is as in `BatchQueue.submit`; `is_alone`: no other
+    thread fills batches; `is_ragged`: some fields are.
 
     `take` takes a list, to which it appends the next batch, and returns whether it did: if not, or
     if anything is not lent, the ring goes on. Given a second argument, it hardly waits. `put_back`
     undoes it, and returns whether it did. `ask` requests a batch; it returns 0 if it did not, and 2
-    if that is the last of its epoch. `fill_own` fills a batch, by its serial, that was submitted as
-    the consumer's own, if it is cheap and the state is not lent. `on_epoch` is called when the last
-    batch of one was taken.
+    if that is the last of its epoch. `give` requests one of samples in a new array, and returns
+    whether it did: not if that has anything but int64 below `num_samples`. `fill_own` fills a
+    batch, by its serial, that was submitted as the consumer's own, if it is cheap and the state is
+    not lent. `on_epoch` is called when the last batch of one was taken.
     """
 
     def __init__(
@@ -369,6 +386,8 @@ class Turns:
         queue: BatchQueue,
         scratch: Scratch,
         batch: type,
+        num_samples: int,
+        draw: Uint64s | None = None,
         *,
         is_alone: bool,
         is_ragged: bool = False,
@@ -378,16 +397,18 @@ class Turns:
         self._struct = core.Turns.from_buffer(self._memory)
         self.take: Callable[..., bool]
         self.ask: Callable[[], int]
+        self.give: Callable[[Any], bool]
         self.put_back: Callable[[], bool]
         self.fill_own: Callable[[int], bool]
-        self.take, self.ask, self.put_back, self.fill_own = core.turns_of(self._memory)
+        self.take, self.ask, self.give, self.put_back, self.fill_own = core.turns_of(self._memory)
         self._slots = np.zeros(queue.num_slots, np.int64)
         self._waits_ns = np.zeros(MAX_WAITS, np.int64)
         # By column: rows of all batches taken by `take`, if it is ragged.
         self.num_rows = np.zeros(queue.struct.contents.num_fields, np.int64)
         self._seen = 0  # of the waits
         self._on_left: Callable[[], object] | None = None
-        self._keep = queue, scratch, batch, "_arrays", "_later", "size"
+        self._given: list[Any] = [None] * MAX_GIVEN  # arrays of sample numbers
+        self._keep = queue, scratch, batch, "_arrays", "_later", "size", "index", self._given
         self._queue = queue
         # Those that the core may use, with the serial behind those of batches that do.
         self._mappings: list[tuple[int, Sequence[Any]]] = []
@@ -397,8 +418,10 @@ class Turns:
         struct.num_slots, struct.slot_of = queue.num_slots, address(self._slots)
         struct.waits_ns, struct.is_alone = address(self._waits_ns), is_alone
         struct.num_rows = address(self.num_rows) if is_ragged else None
-        struct.type, struct.made, struct.later, struct.size = map(id, self._keep[2:])
-        struct.held = -1
+        struct.type, struct.made, struct.later, struct.size = map(id, self._keep[2:6])
+        struct.index, struct.samples = map(id, self._keep[6:])
+        struct.held, struct.num_samples = -1, num_samples
+        struct.draw, self._draw = None if draw is None else address(draw), draw
 
     def on_epoch(self, function: Callable[[], object] | None) -> None:
         """Set what is called when an epoch ends, while the state is lent."""
@@ -415,9 +438,13 @@ class Turns:
         return bool(self._struct.is_alone) or not self._queue.is_slow()
 
     @property
-    def next(self) -> int:
-        """The serial of the next batch, while the state is lent."""
-        return int(self._struct.next)
+    def next_in_run(self) -> int:
+        """Which batch of the run is next, while the state is lent; below all: one that is given."""
+        struct = self._struct
+        if struct.given_begin == struct.given_end:
+            return int(struct.next - struct.given_begin)
+        _, given = _given_of(struct, self._given)
+        return -1 if struct.next in given else int(struct.next - struct.given_begin)
 
     @property
     def taken(self) -> int:
@@ -445,19 +472,30 @@ class Turns:
         return int(self._struct.epoch_batches)
 
     def lend(
-        self, run: Run, wanted: tuple[int, int, int | None, bool], slots: Mapping[int, int]
+        self,
+        run: Run,
+        wanted: tuple[int, int, int | None, bool, bool],
+        slots: Mapping[int, int],
+        given: Mapping[int, Int64s],
     ) -> None:
-        """Let the core have what the consumer wants: next, asked, held, and whether it reads ahead.
+        """Let the core have what the consumer wants: next, asked, held, reads ahead, loops.
 
-        `slots` are by serial: those of all batches that have one, which follow each other.
+        `slots` are by serial: those of all batches that have one, which follow each other; `given`
+        has the samples of those that are given, from the one that is held on.
         """
         struct, count = self._struct, self._slots.size
-        given = {serial % count: slot for serial, slot in slots.items()}
-        free = iter({*range(count)}.difference(given.values()))
-        self._slots[:] = [given[at] if at in given else next(free) for at in range(count)]
-        following, asked, held, struct.reads_ahead = wanted
+        at_slot = {serial % count: slot for serial, slot in slots.items()}
+        free = iter({*range(count)}.difference(at_slot.values()))
+        self._slots[:] = [at_slot[at] if at in at_slot else next(free) for at in range(count)]
+        following, asked, held, struct.reads_ahead, struct.loops = wanted
         struct.next, struct.asked, struct.held = following, asked, -1 if held is None else held
         struct.assigned = max(slots, default=following - 1) + 1
+        struct.given_begin, struct.given_end = 0, len(given) - (held in given)
+        struct.given[3 * MAX_GIVEN - 3] = -1  # the one before the first: none is held
+        for number, (serial, samples) in enumerate(given.items(), -(held in given)):
+            at = number % MAX_GIVEN
+            self._given[at] = samples
+            struct.given[3 * at : 3 * at + 3] = serial, samples.size, address(samples)
         epochs = run.epochs
         struct.first, struct.stop, struct.epochs = epochs.first, epochs.stop, address(epochs.table)
         struct.stride, struct.count = epochs.stride, epochs.size
@@ -472,10 +510,14 @@ class Turns:
         struct.run = id(run)
         self.run, struct.is_lent = run, True  # no signal handler runs in between
 
-    def state(self) -> tuple[int, int, int | None]:
-        """Return what the consumer wants, as far as that has changed: next, asked, held."""
-        struct = self._struct
-        return struct.next, struct.asked, None if struct.held < 0 else struct.held
+    def state(self) -> tuple[int, int, int | None, Any] | None:
+        """Return what the consumer wants: next, asked, held, and the course; None: not lent."""
+        run = self.run
+        if run is None:
+            return None
+        struct = self._core.Turns.from_buffer_copy(self._memory)  # of one moment
+        course = run.course_after(*_given_of(struct, self._given))
+        return struct.next, struct.asked, None if struct.held < 0 else struct.held, course
 
     def slots(self) -> dict[int, int]:
         """Return the slots of all batches that have one, by serial."""

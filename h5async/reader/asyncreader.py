@@ -266,10 +266,14 @@ class AsyncReader:
         [1000, 797, 3]
         >>> reader.close()
         """
-        if index is None and (asked := self._engine.delivery.ask_turn()):
+        delivery = self._engine.delivery
+        if index is not None:
+            if delivery.give(index):
+                return False
+        elif asked := delivery.ask_turn():
             return asked > 1
         self._engine.settle()
-        return self._engine.delivery.fetch(index)
+        return delivery.fetch(index)
 
     def get_next_batch(self, timeout: float | None = None) -> Batch:
         """Return the oldest requested batch, and end the life of the one before.

@@ -27,7 +27,7 @@ from h5async.errors import (
 from h5async.fill.outcomes import FillOutcome
 from h5async.fill.submissions import Submissions
 from h5async.order.rows import SequenceTable
-from h5async.order.sampling import Course, FillRequest, Sampling
+from h5async.order.sampling import OF_GIVEN, Course, FillRequest, Sampling
 from h5async.read.queue import RunEpochs
 from h5async.reader.position import ReaderPosition
 from h5async.reader.readersetup import ReaderSetup
@@ -144,8 +144,8 @@ class Batch(Sequence[Any]):
         if name in _MEMBERS:
             if name == "_later":
                 raise AttributeError(name)
-            run, slot, serial = self._later
-            run.complete(self, name, slot, serial)
+            run, *place = self._later
+            run.complete(self, name, *place)
             return object.__getattribute__(self, name)
         arrays = self._arrays
         if name not in arrays:
@@ -317,27 +317,38 @@ class Run:
         self.epochs, self.place = epochs, course.place
         self.epoch, self.number = request.epoch, request.number
         self._batches, self._course, self._sampling = batches, course, sampling
+        gone = sum(other < request.serial for other in course.schedule.others)
+        self._schedule = course.schedule.with_others(gone, ())
         self._index_of, self._arrays_of = submissions.index, submissions.arrays
         self._slots = slots
         names = batches.names if submissions.is_plain and not batches.has_masks else None
         self.views = names, tuple(tuple(slot.out) for slot in slots), slice(0, epochs.size)
 
-    def complete(self, batch: Batch, name: str, slot: int, serial: int) -> None:
-        """Make something that a batch lacks: its numbers, its arrays, or all else."""
+    def course_after(self, gone: int, given: dict[int, NDArray[np.int64]]) -> Course:
+        """Return the course once `gone` batches of given samples are done with, with others."""
+        if not gone and not given:
+            return self._course
+        schedule = self._schedule.with_others(gone, given)
+        return self._course._replace(schedule=schedule, given=given)
+
+    def complete(self, batch: Batch, name: str, slot: int, serial: int, number: int) -> None:
+        """Make something that a batch lacks: its numbers, its arrays, or all else.
+
+        `number` is the batch's in the run, -1 if its samples are given.
+        """
         try:
-            self._complete(batch, name, slot, serial)
+            self._complete(batch, name, slot, serial, number)
         except Exception as error:  # (a context would take longer than all this)
             if not is_lack_of_memory(error):
                 raise
             raise out_of_memory(f"the batch with the number {serial}", error, _REMEDY) from error
 
-    def _complete(self, batch: Batch, name: str, slot: int, serial: int) -> None:
-        course = self._course
+    def _complete(self, batch: Batch, name: str, slot: int, serial: int, in_run: int) -> None:
         index = self._index_of(slot, serial, batch.size) if name == "index" else None
         if index is not None:
             batch.index = index
             return
-        epoch, number, start = course.position(serial)
+        epoch, number, start = OF_GIVEN if in_run < 0 else self._schedule.position(in_run)
         if name == "_arrays":  # not plain ones, with masks, or there was no memory for them
             if self._batches.is_over(serial):
                 names = *self._batches.names, *self._batches.masks
@@ -349,7 +360,7 @@ class Run:
         if name == "index":
             batch.index = self._sampling.batch_at(epoch, start)
             return
-        last = course.schedule.is_last(serial)
+        last = in_run >= 0 and self._schedule.is_last(in_run)
         batch.__init__(  # type: ignore[misc]  # it was made without
             batch._arrays, batch.index, epoch, number, last, *self._batches.more(serial)
         )
@@ -364,7 +375,7 @@ def next_run(
 ) -> Run | None:
     """Return the run of the next batches; None if they are not alike, or too few."""
     following = ring.consumer.next
-    epoch, number, start = course.position(following)
+    epoch, number, start = course.schedule.position(following)
     request = FillRequest(0, following, epoch, number, start, course.order)
     sampling = submissions.sampling(request)
     epochs = submissions.run_from(request)
@@ -410,7 +421,7 @@ class Epoch(Iterator[Batch]):
                 self._stop = run.epochs.end_of(self._epochs[0] - run.epoch)
         else:
             assert turns is not None
-            is_over = turns.next >= self._stop
+            is_over = turns.next_in_run >= self._stop
         if is_over:
             self._position.looped_epoch = None
             raise StopIteration

@@ -15,9 +15,8 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from h5async.config.files import paths_text
 from h5async.deliver.device import Device, Empty, host_slot
 from h5async.deliver.slots import Assignment, SlotRing
 from h5async.errors import (
@@ -33,9 +32,9 @@ from h5async.fill.outcomes import FillerStats, FillOutcome
 from h5async.fill.submissions import Submissions
 from h5async.io.shared import plain_memory
 from h5async.observe.readercounts import ReaderCounts, SkippedSamples, Work
-from h5async.opening.selecting import sample_numbers
 from h5async.order.rows import SpanRows
 from h5async.order.sampling import FillRequest
+from h5async.read.queue import MAX_GIVEN
 from h5async.reader.batch import Batch, Batches, Epoch, expire, next_run
 from h5async.reader.position import ReaderPosition
 from h5async.reader.readersetup import ReaderSetup
@@ -70,6 +69,7 @@ class Delivery:
         self._recorder = recorder
         self._device = setup.device
         self._transforms = list(zip(setup.transforms.values(), setup.samplings.rows, strict=True))
+        self._on_host = [not transform.is_identity for transform, _ in self._transforms]
         # On the host, masks are made when a batch is handed over.
         self._masks_to_upload = list(setup.masks.values()) if setup.is_on_gpu else []
         self._filler: Filler | HelperFiller
@@ -84,6 +84,7 @@ class Delivery:
         self.take_turn: Callable[..., bool] = _no_turn
         self.ask_turn: Callable[[], int] = _no_turn
         self.put_back_turn: Callable[[], bool] = _no_turn
+        self._give_turn: Callable[[Any], bool] = _no_turn
         self._waiting: int | None = None  # the thread that waits for a batch
 
     def fill_by(self, filler: Filler | HelperFiller) -> None:
@@ -110,11 +111,14 @@ class Delivery:
 
     def _open_turns(self, submissions: Submissions | PostedBatches) -> None:
         setup = self._setup
-        turns = submissions.open_turns(Batch, setup.num_threads if setup.has_threads else 0)
+        num_threads = setup.num_threads if setup.has_threads else 0
+        turns = submissions.open_turns(Batch, setup.sample_count, num_threads)
         if turns is not None:
             self._ring.turns = self._counts.waits.turns = turns
             self.take_turn, self.ask_turn = turns.take, turns.ask
             self.put_back_turn = turns.put_back
+            if setup.takes_any_samples:
+                self._give_turn = turns.give
 
     def _request_of(self, slot: int, serial: int) -> FillRequest:
         return self._position.requests([Assignment(slot, serial)])[0]
@@ -150,7 +154,7 @@ class Delivery:
             return False
         if counts.open_epoch != epoch and (counts.open_epoch >= 0 or number):
             return False  # its first batch opens it
-        if course.given and max(course.given) >= following - 1:
+        if sum(serial >= following for serial in course.given) >= MAX_GIVEN:
             return False
         slots = [slot.memory for slot in self._setup.slots]
         with suppressing(MemoryError):  # it goes on without
@@ -165,13 +169,26 @@ class Delivery:
     def fetch(self, index: ArrayLike | None = None) -> bool:
         """Request another batch, or one of given samples; tell whether its epoch ends with it."""
         if index is not None:
-            self._position.give(self._samples_of_batch(index))
-            self.begin(is_helped=self._setup.has_threads)
+            samples, turns = self._setup.samples_of_batch(index), self._ring.turns
+            self.lend()
+            if turns is None or not turns.give(samples):
+                self._position.give(samples)
+                self.begin(is_helped=self._setup.has_threads)
             return False
         serial = self._ring.ask()
         self.begin()
         self.lend()
         return self._position.schedule.is_last(serial)
+
+    def give(self, index: ArrayLike) -> bool:
+        """Request a batch of given samples in one call of the core; False: `fetch` is to do it."""
+        try:
+            samples = np.array(index)
+        except (TypeError, ValueError, OverflowError) as error:
+            if interruption(error) is not None:
+                raise
+            return False
+        return self._give_turn(samples)
 
     def next_epoch(self, get_next_batch: Callable[[], Batch]) -> Iterator[Batch]:
         """Go to the next epoch of which no batch was taken; return its batches."""
@@ -193,7 +210,7 @@ class Delivery:
         run = None if turns is None else turns.run
         if turns is None or run is None or wanted[3:6:2] != (has_threads, has_threads):
             return None
-        number = run.epochs.epoch_beginning(turns.next)
+        number = run.epochs.epoch_beginning(turns.next_in_run)
         if number is None:
             return None
         return Epoch(self._position, self._ring, run.epoch + number, get_next_batch, run)
@@ -261,8 +278,7 @@ class Delivery:
                 raise  # raise it in the caller's own thread
             error = raised
         if is_lack_of_memory(error):  # in a helper process, or on the device
-            where = paths_text(self._setup.config.hdf5_path)
-            error = out_of_memory(f"{where}: {request}", error)
+            error = out_of_memory(f"{self._setup.path}: {request}", error)
         self._ring.filled(request.serial, outcome._replace(arrays=arrays, error=error))
         del error  # its traceback may hold this frame
         if self._submissions is None or not self._setup.has_threads:
@@ -431,12 +447,12 @@ class Delivery:
 
         `empty` returns its memory.
         """
-        samples, setup, filler = self._samples(index), self._setup, self._filler
+        samples, filler = self._setup.samples(index), self._filler
         if not isinstance(filler, Filler):
             raise ConfigError(
                 f"read() reads in this process, and needs {named('workers', 'thread')}"
             )
-        what = f"{paths_text(setup.config.hdf5_path)}: {samples.size:,} samples"
+        what = f"{self._setup.path}: {samples.size:,} samples"
         with taking_memory(what, "read fewer at once"):
             transforms = [
                 replace(transform, capacity=rows.total(samples))
@@ -444,53 +460,13 @@ class Delivery:
                 else transform
                 for transform, rows in self._transforms
             ]
-            on_host = [not transform.is_identity for transform in transforms]
-            laid_out = host_slot(samples.size, transforms, on_host, empty=empty)
+            laid_out = host_slot(samples.size, transforms, self._on_host, empty=empty)
         found = filler.read(samples, laid_out.memory)
         if found.skipped:
             self.skipped.note(found.skipped, -1, -1, 0)
             self._counts.note_skipped(len(found.skipped))
         found = found._replace(arrays=self._device.owned(found.arrays))
         return self._batches.batch(found, -1, -1, False)
-
-    def _samples(self, index: ArrayLike) -> NDArray[np.int64]:
-        """Return sample numbers as a new, non-empty array, or raise `ConfigError`."""
-        setup = self._setup
-        where = f"index: {paths_text(setup.config.hdf5_path)}"
-        found = sample_numbers(index, next(iter(setup.layouts.values())).sample_count, where)
-        if not found.size:
-            raise ConfigError("index: give at least one sample number, found none")
-        setup.samplings.check(found, where)
-        return found
-
-    def _samples_of_batch(self, index: ArrayLike) -> NDArray[np.int64]:
-        """Do the same for the samples of a batch, which must fit into a slot and the cache."""
-        found, setup, config = self._samples(index), self._setup, self._setup.config
-        if found.size > setup.rows:
-            remedy = "use read()"  # a larger batch_size would not help
-            if setup.rows == config.batch_size:
-                remedy = f"make {named('batch_size')} larger, or {remedy}"
-            elif config.batch_values is not None:
-                remedy = f"make {named('batch_values')} larger, or {remedy}"
-            raise ConfigError(
-                f"index: a batch of this reader has {setup.rows} samples at most, found"
-                f" {found.size}; {remedy}"
-            )
-        for transform, rows in self._transforms:
-            if not isinstance(rows, SpanRows) or transform.capacity is None:
-                continue
-            total = rows.total(found)
-            if total > transform.capacity:
-                raise ConfigError(
-                    f"index: these samples have {total:,} values, and a batch of this reader"
-                    f" has room for {transform.capacity:,}; give fewer, or use read()"
-                )
-        if config.keeps_rows and not setup.samplings.selection.are_in(found).all():
-            raise ConfigError(
-                "index: with a cache, only samples that `indices` selects can be asked for; use"
-                " read(), or leave out the cache"
-            )
-        return found
 
 
 def _no_turn(*_: object) -> bool:

@@ -142,11 +142,11 @@ class ReaderPosition:
     def give(self, samples: NDArray[np.int64]) -> int:
         """Request a batch of these samples, after all assigned ones; return its serial number."""
 
-        def course_from(serial: int, following: int) -> Course:
+        def course_from(serial: int, first: int) -> Course:
             course = self.course
-            given = {other: of for other, of in course.given.items() if other >= following}
+            given = {other: of for other, of in course.given.items() if other >= first}
             given[serial] = samples
-            schedule = course.schedule.with_other(serial, following)
+            schedule = course.schedule.with_other(serial, first)
             return course._replace(schedule=schedule, given=given)
 
         return self._ring.ask_for(course_from)

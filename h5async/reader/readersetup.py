@@ -1,20 +1,29 @@
-"""Opens what a reader needs: dataset, orders of samples, device, and the memory of its slots."""
+"""Opens what a reader needs: dataset, orders of samples, device, and the memory of its slots.
+
+It also checks samples that the caller gives.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
 from h5async.config import ReaderConfig
+from h5async.config.files import paths_text
 from h5async.deliver.device import Device, DeviceSlot, SlotContents
 from h5async.deliver.devicepolicy import DevicePolicy, find_device
-from h5async.errors import DeviceError, taking_memory
+from h5async.errors import ConfigError, DeviceError, taking_memory
 from h5async.fill.finishing import masks_of
 from h5async.fill.outcomes import FillerStats
 from h5async.fill.resident import Budget, Residency, wanted_kept_nbytes
 from h5async.index.layout import DatasetLayout
 from h5async.opening.dataset import OpenedDataset, Samplings, open_dataset
 from h5async.opening.limits import MemoryBudget, made_nbytes, slot_transforms
+from h5async.opening.selecting import sample_numbers
+from h5async.order.rows import SpanRows
 from h5async.samples.assembly import by_field, names_of, outlines_of
 from h5async.samples.fieldkind import FieldKind, field_of
 from h5async.spelling import named
@@ -27,6 +36,7 @@ class ReaderSetup:
     """All parts of a reader that do not change after `open`, except the filler.
 
     `transforms` are by column; `rows` are the samples in a slot; the device keeps those of `cache`.
+    `sample_count` is that of the dataset, and `num_samples` those that are selected.
     """
 
     def __init__(self, config: ReaderConfig) -> None:
@@ -61,7 +71,9 @@ class ReaderSetup:
             self.opened, chosen = OpenedDataset(config, *sent), found.chosen
         self.config, self.layouts, self.kinds, self.static, _ = self.opened
         self.samplings = Samplings(self.config, self.layouts, chosen)
+        self.path = paths_text(self.config.hdf5_path)
         self.num_samples = self.samplings.selection.size
+        self.sample_count = next(iter(self.layouts.values())).sample_count
         self.names = names_of(self.kinds)
         self.masks = masks_of(self.kinds, self.layouts, self.samplings.rows)
 
@@ -69,6 +81,12 @@ class ReaderSetup:
         config, layouts, samplings = self.config, self.layouts, self.samplings
         self.rows = samplings.most_samples()
         self.transforms = slot_transforms(config, layouts, samplings, self.rows)
+        # Of fields whose batches have room for so many rows at most.
+        self._limits = [
+            (transform.capacity, rows)
+            for transform, rows in zip(self.transforms.values(), samplings.rows, strict=True)
+            if isinstance(rows, SpanRows) and transform.capacity is not None
+        ]
         for name, one in self.transforms.items():
             if self.is_on_gpu and one.dtype.name == "bfloat16":
                 raise DeviceError(
@@ -97,7 +115,7 @@ class ReaderSetup:
             budget.beside_rows_nbytes,
             [name for name, kind in self.kinds.items() if kind.is_mapped],
         )
-        selected = self.num_samples / max(1, next(iter(layouts.values())).sample_count)
+        selected = self.num_samples / max(1, self.sample_count)
         # Decoded chunks, per column, that would help later batches.
         self.wanted_nbytes = wanted_kept_nbytes(config, layouts, samplings.rows, selected)
         self.memory_plan = budget.plan(self.device_policy.host_nbytes, self.wanted_nbytes)
@@ -122,6 +140,52 @@ class ReaderSetup:
             )
         if config.cache == "device":
             self.cache = self.device.open_cache(self.samplings.selection, config.cache_bytes)
+
+    # --- given samples ----------------------------------------------------------------------------
+
+    @property
+    def takes_any_samples(self) -> bool:
+        """Whether a batch may have any samples of the dataset, if they are not too many."""
+        is_limited = self._limits or self.config.keeps_rows
+        return not is_limited and self.samplings.all_are_possible
+
+    def samples(self, index: ArrayLike) -> NDArray[np.int64]:
+        """Return sample numbers as a new, non-empty array, or raise `ConfigError`."""
+        where = f"index: {self.path}"
+        found = sample_numbers(index, self.sample_count, where)
+        if not found.size:
+            raise ConfigError("index: give at least one sample number, found none")
+        self.samplings.check(found, where)
+        return found
+
+    def samples_of_batch(self, index: ArrayLike) -> NDArray[np.int64]:
+        """Do the same for the samples of a batch, which must fit into a slot and the cache."""
+        found, config = self.samples(index), self.config
+        if found.size > self.rows:
+            remedy = "use read()"  # a larger batch_size would not help
+            if self.rows == config.batch_size:
+                remedy = f"make {named('batch_size')} larger, or {remedy}"
+            elif config.batch_values is not None:
+                remedy = f"make {named('batch_values')} larger, or {remedy}"
+            raise ConfigError(
+                f"index: a batch of this reader has {self.rows} samples at most, found"
+                f" {found.size}; {remedy}"
+            )
+        for capacity, rows in self._limits:
+            total = rows.total(found)
+            if total > capacity:
+                raise ConfigError(
+                    f"index: these samples have {total:,} values, and a batch of this reader"
+                    f" has room for {capacity:,}; give fewer, or use read()"
+                )
+        if config.keeps_rows and not self.samplings.selection.are_in(found).all():
+            raise ConfigError(
+                "index: with a cache, only samples that `indices` selects can be asked for; use"
+                " read(), or leave out the cache"
+            )
+        return found
+
+    # --- what it has ------------------------------------------------------------------------------
 
     @property
     def field_layouts(self) -> dict[str, DatasetLayout]:

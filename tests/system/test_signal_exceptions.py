@@ -392,6 +392,46 @@ def test_batches(tmp_path, monkeypatch, form, num_threads, core):
 
 
 @pytest.mark.parametrize("num_threads", [0, 2])
+def test_given_samples(tmp_path, num_threads):
+    """A request that was struck is made or not; no batch is lost, or comes twice."""
+    rng, due, places, numbers = random.Random(num_threads), [], set(), []
+    with reader_of(gzip(tmp_path), num_threads=num_threads, shuffle="full") as reader:
+        expected = [batch.index.tolist() for batch in reader]
+        reader.set_epoch(0)
+
+        def note(batch):
+            index = batch.index.tolist()
+            assert batch.labels.tolist() == index
+            if batch.epoch == -1:
+                while due[0][0] != index:
+                    assert due.pop(0)[1]  # it was struck
+                del due[0]
+            else:
+                numbers.append(batch.epoch * len(expected) + batch.number)
+                assert batch.epoch or index == expected[batch.number]
+
+        for _ in range(400):
+            striker = Striker(
+                rng.randrange(1, rng.choice([20, 400])), rng.choice(KINDS)("of a handler")
+            )
+            if rng.random() < 0.5 and len(due) < 5:
+                index = [rng.randrange(N) for _ in range(rng.randrange(1, 9))]
+                due.append((index, striker))
+                striker.run(lambda index=index: reader.fetch_data(index))
+                due[-1] = index, bool(striker.where)
+            else:
+                batch = striker.run(reader.get_next_batch)
+                if isinstance(batch, h5async.Batch):
+                    note(batch)
+            places.add(striker.where)
+        while any(not was_struck for _, was_struck in due):
+            note(reader.get_next_batch())
+        assert reader._engine.ring.turns.taken > 20
+    assert numbers == list(range(len(numbers)))
+    assert len(places) > 3
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
 def test_jumps_and_states(tmp_path, num_threads):
     options, rng = gzip(tmp_path), random.Random(num_threads)
     with reader_of(options, num_threads=num_threads, shuffle="full") as reader:

@@ -253,3 +253,14 @@ PUBLIC int64_t h5async_read_batch(BatchPlan *plan, const Field *fields, const Ta
     w->returned_ns = now_ns();
     return w->stop != NULL && *w->stop ? -1 : refused;
 }
+
+/* Plan samples, and read them, in one call. Returns whether all was read; if not, nothing is known. */
+PUBLIC int64_t h5async_read_samples(BatchPlan *plan, const Field *fields, const Target *targets,
+                                    Sources *sources, Worker *w, const int64_t *samples,
+                                    const uint64_t *draw, int64_t num_fields, int64_t count,
+                                    int64_t num_samples)
+{
+    return h5async_plan_batch(plan, fields, targets, num_fields, samples, count, count, num_samples, 1,
+                              draw) == 1 &&
+           h5async_read_batch(plan, fields, targets, sources, w, 0, plan->num_items) == 0;
+}

@@ -30,13 +30,27 @@ extern Object *PyBool_FromLong(long value);
 extern Object *PyObject_CallFunctionObjArgs(Object *function, ...);
 extern int PyObject_SetAttr(Object *object, Object *name, Object *value);
 extern int PyList_Append(Object *list, Object *item);
+extern Object *PyList_GetItem(Object *list, intptr_t at);
+extern int PyList_SetItem(Object *list, intptr_t at, Object *item);
+typedef struct { /* Py_buffer */
+    void *memory;
+    Object *owner;
+    intptr_t nbytes, itemsize;
+    int is_readonly, rank;
+    char *format;
+    intptr_t *shape, *strides, *suboffsets;
+    void *internal;
+} Buffer;
+extern int PyObject_GetBuffer(Object *object, Buffer *buffer, int flags);
+extern void PyBuffer_Release(Buffer *buffer);
 extern void Py_IncRef(Object *object);
 extern void Py_DecRef(Object *object);
 extern int PyErr_CheckSignals(void);
 extern void *PyEval_SaveThread(void);
 extern void PyEval_RestoreThread(void *thread);
 enum { METH_FASTCALL = 0x80, METH_NOARGS = 0x4 };
-enum { MAX_WAITS = 4096 };
+enum { IN_C_ORDER = 0x4 | 0x8 /* PyBUF_FORMAT | PyBUF_ND */ };
+enum { MAX_WAITS = 4096, MAX_GIVEN = 16 }; /* read/queue.py declares them, too */
 
 /* The batches of an epoch: the first ones are at positions from `begin` on; the last one has
    `last_count` samples, from `last_skip` behind those of the first on; of `samples`, unless NULL; see
@@ -48,25 +62,40 @@ typedef struct {
     const uint64_t *draw;
 } RunEpoch;
 
+/* A requested batch of samples that the caller gives, outside of the run. */
+typedef struct {
+    int64_t serial, count;
+    const int64_t *samples;
+} Given;
+
 typedef struct {
     Queue *queue;
     Worker *worker; /* the consumer's, who fills batches, too */
     int64_t num_slots;
     int64_t *slot_of;  /* [num_slots]: of a batch, by its serial modulo `num_slots` */
     int64_t *waits_ns; /* [MAX_WAITS]: how long the last ones took, by number modulo MAX_WAITS */
+    int64_t num_samples; /* of which any may be given */
+    const uint64_t *draw; /* of given ones; NULL: none */
     int64_t is_lent, is_inside, is_alone, waits_not; /* is_alone: no other thread fills batches */
     /* What the consumer wants, as in slots.py; `assigned`: those below have slots. */
-    int64_t next, asked, held, assigned, reads_ahead;
-    /* The run: batches `first` to `stop` of `count` samples, each `stride` positions further on; of
+    int64_t next, asked, held, assigned, reads_ahead, loops;
+    /* Of batches of given samples, number i is at i modulo MAX_GIVEN, and its array in the list `samples`:
+       those up to `given_begin` were taken since the state is lent, and the last one of these, which may be
+       in use, is kept. */
+    int64_t given_begin, given_end;
+    Given given[MAX_GIVEN];
+    /* The run: batches `first` to `stop`, by the serials they would have if no samples were given since the
+       state is lent, of `count` samples, each `stride` positions further on; of
        epochs with `epoch_batches`, but the first one, which ends before `epoch_end`. */
     int64_t first, stop, stride, count, epoch_end, epoch_batches;
     const RunEpoch *epochs;
     int64_t epoch, number; /* of the batch `first` */
-    /* Python's: the type of batches, the names of the members that the arrays, the run, slot and serial,
-       and the number of samples are set to; of the run: names of fields (NULL: arrays are not made), arrays of each slot,
+    /* Python's: the type of batches, the names of the members that the arrays, the run with the batch's
+       place, its size and its numbers are set to; of the run: names of fields (NULL: arrays are not made), arrays of each slot,
        and the part of these; what is called when the consumer has left a reader that was closed
        meanwhile, and when the last batch of an epoch was taken. */
-    Object *type, *made, *later, *size, *run, *names, *arrays, *part, *on_left, *on_epoch;
+    Object *type, *made, *later, *size, *index, *samples;
+    Object *run, *names, *arrays, *part, *on_left, *on_epoch;
     /* Of all runs: batches, their samples, and waits; the times of the last one, and when that for the
        first batch of the epoch `begun` began. */
     int64_t taken, samples_taken, num_waits, total_ns, begin_ns, end_ns, epoch_begin_ns, begun;
@@ -79,45 +108,90 @@ typedef struct {
     int64_t epoch, number, is_last;
 } InRun;
 
-static InRun place_of(const Turns *t, int64_t serial)
+static InRun place_of(const Turns *t, int64_t at)
 {
-    int64_t behind = serial - t->epoch_end;
+    int64_t behind = at - t->epoch_end;
     if (behind < 0)
-        return (InRun){0, serial - t->first, behind == -1};
+        return (InRun){0, at - t->first, behind == -1};
     int64_t number = behind % t->epoch_batches;
     return (InRun){1 + behind / t->epoch_batches, number, number + 1 == t->epoch_batches};
 }
 
+static const Given *given_number(const Turns *t, int64_t i)
+{
+    return &t->given[(uint64_t)i % MAX_GIVEN];
+}
+
+/* Which batch of the run has a serial; of given samples: which one follows. */
+static int64_t in_run(const Turns *t, int64_t serial)
+{
+    int64_t i = t->given_begin;
+    while (i < t->given_end && given_number(t, i)->serial < serial)
+        i++;
+    return serial - i;
+}
+
+/* The given samples of a batch that is in use, or not taken yet; NULL: it is one of the run. */
+static const Given *given_of(const Turns *t, int64_t serial)
+{
+    for (int64_t i = t->given_begin - 1; i < t->given_end; i++)
+        if (given_number(t, i)->serial == serial)
+            return given_number(t, i);
+    return NULL;
+}
+
 static int64_t count_of(const Turns *t, int64_t serial)
 {
-    InRun place = place_of(t, serial);
+    const Given *given = given_of(t, serial);
+    InRun place = place_of(t, in_run(t, serial));
+    if (given != NULL)
+        return given->count;
     return place.is_last ? t->epochs[place.epoch].last_count : t->count;
+}
+
+static Job *job_of(const Turns *t, int64_t serial)
+{
+    return &t->queue->jobs[t->slot_of[serial % t->num_slots]];
+}
+
+static void submit_of_run(Turns *t, int64_t serial, InRun place)
+{
+    const RunEpoch *epoch = &t->epochs[place.epoch];
+    int64_t skipped = place.is_last ? epoch->last_skip : place.number * t->stride;
+    Wish wish = {.count = place.is_last ? epoch->last_count : t->count,
+                 .serial = serial,
+                 .begin = epoch->begin + skipped};
+    if (epoch->mapping != NULL)
+        wish.mapping = *epoch->mapping;
+    if (epoch->draw != NULL)
+        memcpy(wish.draw, epoch->draw, sizeof wish.draw);
+    submit_wish(t->queue, t->slot_of[serial % t->num_slots], &wish,
+                epoch->samples == NULL ? NULL : epoch->samples + skipped, 1);
 }
 
 /* Give free slots to the next batches, and submit these. */
 static void submit_next(Turns *t)
 {
     int64_t low = t->held >= 0 ? t->held : t->next;
-    for (; t->assigned - low < t->num_slots && (t->reads_ahead || t->assigned < t->asked) &&
-           t->assigned < t->stop; t->assigned++) {
-        InRun place = place_of(t, t->assigned);
-        const RunEpoch *epoch = &t->epochs[place.epoch];
-        int64_t skipped = place.is_last ? epoch->last_skip : place.number * t->stride;
-        Wish wish = {.count = place.is_last ? epoch->last_count : t->count,
-                     .serial = t->assigned,
-                     .begin = epoch->begin + skipped};
-        if (epoch->mapping != NULL)
-            wish.mapping = *epoch->mapping;
-        if (epoch->draw != NULL)
-            memcpy(wish.draw, epoch->draw, sizeof wish.draw);
+    for (; t->assigned - low < t->num_slots && (t->reads_ahead || t->assigned < t->asked); t->assigned++) {
+        const Given *given = given_of(t, t->assigned);
+        int64_t at = in_run(t, t->assigned), epoch = -1, number = -1;
+        if (given == NULL && at >= t->stop)
+            break;
         /* (While another thread waits, the worker is its own.) */
         int64_t begin = t->worker->trace && !t->is_inside ? now_ns() : 0;
-        submit_wish(t->queue, t->slot_of[t->assigned % t->num_slots], &wish,
-                    epoch->samples == NULL ? NULL : epoch->samples + skipped, 1);
-        int64_t number = place.number + (place.epoch ? 0 : t->number);
+        if (given != NULL) {
+            Wish wish = {.count = given->count, .serial = t->assigned};
+            if (t->draw != NULL)
+                memcpy(wish.draw, t->draw, sizeof wish.draw);
+            submit_wish(t->queue, t->slot_of[t->assigned % t->num_slots], &wish, given->samples, 1);
+        } else {
+            InRun place = place_of(t, at);
+            submit_of_run(t, t->assigned, place);
+            epoch = t->epoch + place.epoch, number = place.number + (place.epoch ? 0 : t->number);
+        }
         if (begin) /* as its field and source: its number and epoch */
-            note_alone(t->worker, REQUESTING, t->assigned, (int32_t)number,
-                       (int32_t)(t->epoch + place.epoch), begin, now_ns());
+            note_alone(t->worker, REQUESTING, t->assigned, (int32_t)number, (int32_t)epoch, begin, now_ns());
     }
 }
 
@@ -190,7 +264,7 @@ static int tell_left(Turns *t)
 /* Wait for the next batch. Returns 1 where it is there; 0 where Python is to go on; -1: it raised. */
 static int await_next(Turns *t, int may_wait)
 {
-    Job *job = &t->queue->jobs[t->slot_of[t->next % t->num_slots]], *helped = NULL;
+    Job *job = job_of(t, t->next), *helped = NULL;
     for (enum Help done = LOOKS_AGAIN; done != LEFT_TO_PYTHON && t->is_lent && !t->waits_not;) {
         pthread_mutex_lock(&t->queue->lock);
         int is_ready = job->state == READY_JOB && job->wish.serial == t->next;
@@ -235,8 +309,11 @@ static Object *new_batch(const Turns *t)
 {
     int64_t at = t->slot_of[t->next % t->num_slots];
     int64_t count = count_of(t, t->next);
+    const Given *given = given_of(t, t->next);
     Object *run = t->run, *slot = PyLong_FromLongLong(at), *serial = PyLong_FromLongLong(t->next);
     Object *size = PyLong_FromLongLong(count);
+    Object *place = PyLong_FromLongLong(given ? -1 : in_run(t, t->next));
+    Object *index = given ? PyList_GetItem(t->samples, given - t->given) : NULL;
     Py_IncRef(run); /* which a reader that is closed meanwhile would let go of; see `take` */
     Object *views = NULL, *part = t->part;
     if (count != t->count)
@@ -247,16 +324,18 @@ static Object *new_batch(const Turns *t)
         views = new_views(t->names, PyTuple_GetItem(t->arrays, at), part);
     if (part != t->part)
         Py_DecRef(part);
-    Object *later = slot && serial && size ? PyTuple_Pack(3, run, slot, serial) : NULL;
+    int is_made = slot && serial && size && place;
+    Object *later = is_made ? PyTuple_Pack(4, run, slot, serial, place) : NULL;
     Object *batch = later ? PyType_GenericAlloc(t->type, 0) : NULL;
     if (batch != NULL && (PyObject_SetAttr(batch, t->later, later) != 0 ||
                           PyObject_SetAttr(batch, t->size, size) != 0 ||
+                          (index && PyObject_SetAttr(batch, t->index, index) != 0) ||
                           (views && PyObject_SetAttr(batch, t->made, views) != 0))) {
         Py_DecRef(batch);
         batch = NULL;
     }
-    Py_DecRef(run), Py_DecRef(slot), Py_DecRef(serial), Py_DecRef(size), Py_DecRef(later);
-    Py_DecRef(views);
+    Py_DecRef(run), Py_DecRef(slot), Py_DecRef(serial), Py_DecRef(size), Py_DecRef(place);
+    Py_DecRef(later), Py_DecRef(views);
     return batch;
 }
 
@@ -268,12 +347,9 @@ static void note_wait(Turns *t, int64_t begin)
     note_alone(t->worker, WAITING, t->next, SEVERAL, SEVERAL, begin, t->end_ns);
 }
 
-/* Have Python note that the batch that was just taken was the last of its epoch, if it was. Returns 0 if
-   it raised. */
+/* Have Python note that the batch that was just taken was the last of its epoch. Returns 0 if it raised. */
 static int end_epoch(Turns *t)
 {
-    if (!t->is_lent || !place_of(t, t->held).is_last)
-        return 1;
     Object *on_epoch = t->on_epoch, *result;
     Py_IncRef(on_epoch); /* which a reader that is closed meanwhile lets go of */
     result = PyObject_CallFunctionObjArgs(on_epoch, NULL);
@@ -288,7 +364,7 @@ __attribute__((noinline, cold)) static void count_rows(Turns *t, int64_t sign)
     if (t->num_rows == NULL)
         return;
     const Queue *queue = t->queue;
-    const Wish *wish = &queue->jobs[t->slot_of[t->held % t->num_slots]].wish;
+    const Wish *wish = &job_of(t, t->held)->wish;
     for (int64_t field = 0; field < queue->num_fields; field++) {
         const Field *f = &queue->fields[field];
         for (int64_t i = 0; f->spans != NULL && i < wish->count; i++)
@@ -299,13 +375,27 @@ __attribute__((noinline, cold)) static void count_rows(Turns *t, int64_t sign)
     }
 }
 
+/* Count the next batch as taken, whose wait began at `begin`. Returns 0 if Python raised. */
+static int count_taken(Turns *t, int64_t begin)
+{
+    int is_given = given_of(t, t->next) != NULL;
+    InRun place = place_of(t, in_run(t, t->next));
+    if (!is_given && !place.number && (place.epoch || !t->number))
+        t->epoch_begin_ns = begin, t->begun = t->epoch + place.epoch;
+    t->samples_taken += count_of(t, t->next);
+    t->held = t->next++;
+    t->taken++, t->given_begin += is_given;
+    count_rows(t, 1);
+    return is_given || !place.is_last || end_epoch(t);
+}
+
 /* Take the next batch, and append it to a list, the first argument. Returns whether it did: if not,
    Python goes on; it has to wait, unless the second argument is given. */
 static Object *take(Object *self, Object *const *arguments, intptr_t count)
 {
     Turns *t = (void *)PyByteArray_AsString(self);
-    if (!t->is_lent || t->is_inside || t->next >= t->stop ||
-        (t->reads_ahead && t->assigned >= t->stop))
+    if (!t->is_lent || t->is_inside || !(given_of(t, t->next) || in_run(t, t->next) < t->stop) ||
+        (t->reads_ahead && in_run(t, t->assigned) >= t->stop))
         return PyBool_FromLong(0);
     int64_t begin = now_ns();
     t->held = -1;
@@ -323,16 +413,8 @@ static Object *take(Object *self, Object *const *arguments, intptr_t count)
     int is_taken = batch != NULL && t->is_lent; /* collecting garbage may close a reader */
     if (is_taken && PyList_Append(arguments[0], batch) != 0)
         is_taken = -1;
-    if (is_taken > 0) {
-        InRun place = place_of(t, t->next);
-        if (!place.number && (place.epoch || !t->number))
-            t->epoch_begin_ns = begin, t->begun = t->epoch + place.epoch;
-        t->samples_taken += count_of(t, t->next);
-        t->held = t->next++;
-        t->taken++;
-        count_rows(t, 1);
-        is_taken = end_epoch(t) ? 1 : -1;
-    }
+    if (is_taken > 0)
+        is_taken = count_taken(t, begin) ? 1 : -1;
     Py_DecRef(batch);
     return is_taken < 0 ? NULL : PyBool_FromLong(is_taken);
 }
@@ -346,8 +428,9 @@ static Object *put_back(Object *self, Object *const *arguments, intptr_t count)
     int is_taken = t->is_lent && t->held >= 0 && t->held == t->next - 1;
     if (is_taken) {
         count_rows(t, -1);
+        t->samples_taken -= count_of(t, t->held);
+        t->given_begin -= given_of(t, t->held) != NULL;
         t->next = t->held, t->held = -1, t->taken--;
-        t->samples_taken -= count_of(t, t->next);
     }
     return PyBool_FromLong(is_taken);
 }
@@ -357,11 +440,55 @@ static Object *ask(Object *self, Object *const *arguments, intptr_t count)
 {
     (void)arguments, (void)count;
     Turns *t = (void *)PyByteArray_AsString(self);
-    if (!t->is_lent || t->asked >= t->stop)
+    if (!t->is_lent || in_run(t, t->asked) >= t->stop)
         return PyLong_FromLongLong(0);
-    int64_t is_last = place_of(t, t->asked++).is_last;
+    int is_given = given_of(t, t->asked) != NULL; /* where a loop has read ahead */
+    int64_t is_last = !is_given && place_of(t, in_run(t, t->asked)).is_last;
+    t->asked++;
     submit_next(t);
     return PyLong_FromLongLong(1 + is_last);
+}
+
+/* Whether a buffer has numbers of samples of NumPy's int64, as many as a batch may have. */
+static int are_samples(const Turns *t, const Buffer *buffer)
+{
+    uint64_t most = 0;
+    const char *format = buffer->format;
+    if (buffer->rank != 1 || buffer->itemsize != 8 || !(*format == 'l' || *format == 'q') || format[1] ||
+        buffer->nbytes == 0 || buffer->nbytes / 8 > t->queue->jobs[0].rows)
+        return 0;
+    for (int64_t i = 0; i < buffer->nbytes / 8; i++)
+        most = ((const uint64_t *)buffer->memory)[i] > most ? ((const uint64_t *)buffer->memory)[i] : most;
+    return most < (uint64_t)t->num_samples; /* and none is below 0 */
+}
+
+/* Request a batch of given samples: an array, the first argument, that nobody changes any more. Where its
+   turn comes, slots.py says. Returns whether it did; not where anything is wrong with the samples. */
+static Object *give(Object *self, Object *const *arguments, intptr_t count)
+{
+    (void)count;
+    Turns *t = (void *)PyByteArray_AsString(self);
+    Buffer buffer;
+    int64_t serial = t->asked > t->assigned ? t->asked : t->assigned;
+    int64_t behind_loop = t->next + t->num_slots - (t->held >= 0), at = t->given_end % MAX_GIVEN;
+    if (t->loops && behind_loop > serial)
+        serial = behind_loop;
+    if (!t->is_lent || t->is_inside || t->given_end - t->given_begin == MAX_GIVEN - 1)
+        return PyBool_FromLong(0);
+    if (PyObject_GetBuffer(arguments[0], &buffer, IN_C_ORDER) != 0) {
+        PyErr_Clear();
+        return PyBool_FromLong(0);
+    }
+    int is_good = are_samples(t, &buffer);
+    if (is_good) {
+        Py_IncRef(arguments[0]);
+        PyList_SetItem(t->samples, at, arguments[0]);
+        t->given[at] = (Given){serial, buffer.nbytes / 8, buffer.memory};
+        t->given_end++, t->asked = serial + 1;
+        submit_next(t);
+    }
+    PyBuffer_Release(&buffer);
+    return PyBool_FromLong(is_good);
 }
 
 /* Fill a batch, by its serial, that was submitted as the consumer's own, if it is cheap. Not lent.
@@ -383,18 +510,22 @@ static Object *fill_own(Object *self, Object *const *arguments, intptr_t count)
 
 static Method TURNS[] = {{"take", take, METH_FASTCALL, NULL},
                          {"ask", ask, METH_FASTCALL, NULL},
+                         {"give", give, METH_FASTCALL, NULL},
                          {"put_back", put_back, METH_FASTCALL, NULL},
                          {"fill_own", fill_own, METH_FASTCALL, NULL}};
 
-/* Return `take`, `ask`, `put_back` and `fill_own` for Python, for a structure in a bytearray, which they keep. */
+/* Return `take`, `ask`, `give`, `put_back` and `fill_own` for Python, for a structure in a bytearray, which
+   they keep. */
 PUBLIC Object *h5async_turns_of(Object *memory)
 {
-    Object *made[4], *all;
-    for (int i = 0; i < 4; i++)
-        made[i] = PyCFunction_NewEx(&TURNS[i], memory, NULL);
-    int are_made = made[0] && made[1] && made[2] && made[3];
-    all = are_made ? PyTuple_Pack(4, made[0], made[1], made[2], made[3]) : NULL;
-    for (int i = 0; i < 4; i++)
+    enum { COUNT = sizeof TURNS / sizeof *TURNS };
+    Object *made[COUNT], *all = NULL;
+    int are_made = 1;
+    for (int i = 0; i < COUNT; i++)
+        are_made &= (made[i] = PyCFunction_NewEx(&TURNS[i], memory, NULL)) != NULL;
+    if (are_made)
+        all = PyTuple_Pack(COUNT, made[0], made[1], made[2], made[3], made[4]);
+    for (int i = 0; i < COUNT; i++)
         Py_DecRef(made[i]);
     return all;
 }
