@@ -440,11 +440,7 @@ class Turns:
     @property
     def next_in_run(self) -> int:
         """Which batch of the run is next, while the state is lent; below all: one that is given."""
-        struct = self._struct
-        if struct.given_begin == struct.given_end:
-            return int(struct.next - struct.given_begin)
-        _, given = _given_of(struct, self._given)
-        return -1 if struct.next in given else int(struct.next - struct.given_begin)
+        return int(self._struct.next_in_run)
 
     @property
     def taken(self) -> int:
@@ -490,6 +486,7 @@ class Turns:
         following, asked, held, struct.reads_ahead, struct.loops = wanted
         struct.next, struct.asked, struct.held = following, asked, -1 if held is None else held
         struct.assigned = max(slots, default=following - 1) + 1
+        struct.next_in_run = -1 if following in given else following
         struct.given_begin, struct.given_end = 0, len(given) - (held in given)
         struct.given[3 * MAX_GIVEN - 3] = -1  # the one before the first: none is held
         for number, (serial, samples) in enumerate(given.items(), -(held in given)):

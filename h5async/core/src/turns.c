@@ -84,6 +84,7 @@ typedef struct {
        in use, is kept. */
     int64_t given_begin, given_end;
     Given given[MAX_GIVEN];
+    int64_t next_in_run; /* see in_run; -1: its samples are given */
     /* The run: batches `first` to `stop`, by the serials they would have if no samples were given since the
        state is lent, of `count` samples, each `stride` positions further on; of
        epochs with `epoch_batches`, but the first one, which ends before `epoch_end`. */
@@ -134,18 +135,25 @@ static int64_t in_run(const Turns *t, int64_t serial)
 /* The given samples of a batch that is in use, or not taken yet; NULL: it is one of the run. */
 static const Given *given_of(const Turns *t, int64_t serial)
 {
+    if (t->given_end == 0 && serial >= t->next)
+        return NULL; /* as mostly */
     for (int64_t i = t->given_begin - 1; i < t->given_end; i++)
         if (given_number(t, i)->serial == serial)
             return given_number(t, i);
     return NULL;
 }
 
+static void find_next(Turns *t)
+{
+    t->next_in_run = given_of(t, t->next) != NULL ? -1 : in_run(t, t->next);
+}
+
 static int64_t count_of(const Turns *t, int64_t serial)
 {
     const Given *given = given_of(t, serial);
-    InRun place = place_of(t, in_run(t, serial));
     if (given != NULL)
         return given->count;
+    InRun place = place_of(t, in_run(t, serial));
     return place.is_last ? t->epochs[place.epoch].last_count : t->count;
 }
 
@@ -312,7 +320,8 @@ static Object *new_batch(const Turns *t)
     const Given *given = given_of(t, t->next);
     Object *run = t->run, *slot = PyLong_FromLongLong(at), *serial = PyLong_FromLongLong(t->next);
     Object *size = PyLong_FromLongLong(count);
-    Object *place = PyLong_FromLongLong(given ? -1 : in_run(t, t->next));
+    int is_alike = t->next_in_run == t->next; /* as mostly */
+    Object *place = is_alike ? serial : PyLong_FromLongLong(t->next_in_run);
     Object *index = given ? PyList_GetItem(t->samples, given - t->given) : NULL;
     Py_IncRef(run); /* which a reader that is closed meanwhile would let go of; see `take` */
     Object *views = NULL, *part = t->part;
@@ -334,7 +343,7 @@ static Object *new_batch(const Turns *t)
         Py_DecRef(batch);
         batch = NULL;
     }
-    Py_DecRef(run), Py_DecRef(slot), Py_DecRef(serial), Py_DecRef(size), Py_DecRef(place);
+    Py_DecRef(run), Py_DecRef(slot), Py_DecRef(serial), Py_DecRef(size), Py_DecRef(is_alike ? NULL : place);
     Py_DecRef(later), Py_DecRef(views);
     return batch;
 }
@@ -378,13 +387,14 @@ __attribute__((noinline, cold)) static void count_rows(Turns *t, int64_t sign)
 /* Count the next batch as taken, whose wait began at `begin`. Returns 0 if Python raised. */
 static int count_taken(Turns *t, int64_t begin)
 {
-    int is_given = given_of(t, t->next) != NULL;
-    InRun place = place_of(t, in_run(t, t->next));
+    int is_given = t->next_in_run < 0;
+    InRun place = place_of(t, t->next_in_run);
     if (!is_given && !place.number && (place.epoch || !t->number))
         t->epoch_begin_ns = begin, t->begun = t->epoch + place.epoch;
     t->samples_taken += count_of(t, t->next);
     t->held = t->next++;
     t->taken++, t->given_begin += is_given;
+    find_next(t);
     count_rows(t, 1);
     return is_given || !place.is_last || end_epoch(t);
 }
@@ -394,7 +404,7 @@ static int count_taken(Turns *t, int64_t begin)
 static Object *take(Object *self, Object *const *arguments, intptr_t count)
 {
     Turns *t = (void *)PyByteArray_AsString(self);
-    if (!t->is_lent || t->is_inside || !(given_of(t, t->next) || in_run(t, t->next) < t->stop) ||
+    if (!t->is_lent || t->is_inside || t->next_in_run >= t->stop ||
         (t->reads_ahead && in_run(t, t->assigned) >= t->stop))
         return PyBool_FromLong(0);
     int64_t begin = now_ns();
@@ -431,6 +441,7 @@ static Object *put_back(Object *self, Object *const *arguments, intptr_t count)
         t->samples_taken -= count_of(t, t->held);
         t->given_begin -= given_of(t, t->held) != NULL;
         t->next = t->held, t->held = -1, t->taken--;
+        find_next(t);
     }
     return PyBool_FromLong(is_taken);
 }
@@ -485,6 +496,7 @@ static Object *give(Object *self, Object *const *arguments, intptr_t count)
         PyList_SetItem(t->samples, at, arguments[0]);
         t->given[at] = (Given){serial, buffer.nbytes / 8, buffer.memory};
         t->given_end++, t->asked = serial + 1;
+        find_next(t);
         submit_next(t);
     }
     PyBuffer_Release(&buffer);
