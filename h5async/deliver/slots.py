@@ -137,7 +137,8 @@ class SlotRing(Generic[Result]):
     @property
     def consumer(self) -> Consumer:
         """What the consumer wants."""
-        wanted, state = self.wanted, None if self.turns is None else self.turns.state()
+        state = None if self.turns is None else self.turns.state()
+        wanted = self.wanted  # after that: it is set before the state is taken back
         if state is None:
             return wanted
         *others, course = state
@@ -188,7 +189,8 @@ class SlotRing(Generic[Result]):
         with self.lock:
             turns = self.turns
             of_turns = turns.slots() if turns is not None and turns.is_lent else None
-            return list(self._entries if of_turns is None else of_turns)
+            found = list(self._entries if of_turns is None else of_turns)
+        return found
 
     @property
     def in_use(self) -> int | None:
@@ -381,7 +383,8 @@ class SlotRing(Generic[Result]):
     def pending(self) -> list[Assignment]:
         """Return all assignments that are not carried out yet."""
         with self.lock:
-            return [Assignment(e.slot, s) for s, e in self._entries.items() if not e.is_ready]
+            found = [Assignment(e.slot, s) for s, e in self._entries.items() if not e.is_ready]
+        return found
 
     def filled(self, serial: int, result: Result) -> None:
         """Say that an assignment was carried out, with or without an error. Never blocks."""
