@@ -231,7 +231,8 @@ class HelperFiller(Workers):
         """Post a request to one helper; return False if this is closed."""
         with self._lock:
             freest = min(self.supervisors, key=lambda supervisor: supervisor.num_outstanding)
-            return freest.request(request)
+            is_posted = freest.request(request)
+        return is_posted
 
     def _flush(self) -> None:
         for supervisor in self.supervisors:

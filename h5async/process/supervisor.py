@@ -246,7 +246,8 @@ class Supervisor:
     def stats(self) -> FillerStats:
         """Return the statistics of this helper and those before it."""
         with self._lock:
-            return self._stats.plus(self._former_stats)
+            found = self._stats.plus(self._former_stats)
+        return found
 
     def close(self) -> None:
         """Drop all requests, and end the helper and `run`. Never waits. Idempotent."""

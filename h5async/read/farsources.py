@@ -146,7 +146,8 @@ class FarSources:
         """What was done so far."""
         with self._lock:
             retries = sum(source.retries for source in self._open.values())
-            return self._counts.plus(FetchCounts(retries=retries))
+            found = self._counts.plus(FetchCounts(retries=retries))
+        return found
 
     def path(self, number: int) -> str:
         """Return the name of a source."""
