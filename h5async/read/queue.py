@@ -30,7 +30,6 @@ Uint64s = NDArray[np.uint64]
 
 # Results of `BatchQueue.next` and `BatchQueue.do_oldest` that are not a slot.
 END, TICKET, NOTHING, READY = -1, -2, -3, -4
-_SLOW_NS = 300_000  # HELPED_NS in core/src/queue.c
 _ALONE = 1  # result of `submit`: no batch that was dropped is under way
 MAX_WAITS = 4096  # MAX_WAITS in core/src/turns.c
 
@@ -251,13 +250,6 @@ class BatchQueue:
         """Release the memory of slots, and tables; no thread will ask for work any more."""
         self._keep, self._samples, self.offsets = (), [], []
 
-    def is_slow(self) -> bool:
-        """Tell whether batches take threads so long that what the consumer does does not matter.
-
-        So it is before the first ones are read.
-        """
-        return bool(self._struct.fill_ns > _SLOW_NS and not self._struct.is_remote)
-
     def plan_seconds(self) -> float:
         """Return the time spent on plans, summed up over all threads."""
         return int(self._struct.plan_ns) / 1e9
@@ -417,11 +409,6 @@ class Turns:
     def is_lent(self) -> bool:
         """Whether the state is the core's."""
         return bool(self._struct.is_lent)
-
-    @property
-    def are_worthwhile(self) -> bool:
-        """Whether batches come so quickly that the consumer's time for each matters."""
-        return bool(self._struct.is_alone) or not self._queue.is_slow()
 
     @property
     def next(self) -> int:

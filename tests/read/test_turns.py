@@ -599,9 +599,7 @@ def test_waiting_for_threads(path):
             queue = reader._engine.filler.submissions._queue._struct  # type: ignore[union-attr]
             queue.num_cores = 1  # so that nobody looks in a loop
             for _ in range(len(reader) - 1):
-                queue.fill_ns = (
-                    100_000 if reader._engine.ring.turns.run is None else 600_000
-                )  # no help
+                queue.fill_ns = 600_000  # so that the consumer does not help
                 check(reader.get_next_batch(), expected)
             if timeout is None:
                 assert taken(reader) == len(reader) - 2
