@@ -120,18 +120,19 @@ class _Mark(NamedTuple):
 
     What was counted here, of batches, of skipped samples, of samples and rows by `_sizes`, and of
     waits; a copy of what the core has counted; the number of all waits; the work; and when it was,
-    if not at the end of the last wait: `passed`, or when an epoch began by a later copy, `begun`.
+    if not at the end of the last wait: `passed`, or before the last epoch of a later copy, `begun`,
+    which stands in place of `turns`.
     """
 
     batches: int
     skipped: int
     counted: Mapping[SpanRows | None, int]
     noted: WaitTotals
-    turns: tuple[bytes, list[int]] | None
+    turns: tuple[bytes, list[list[int]]] | None
     num_waits: int
     work: Work
     passed: float | None = None
-    begun: tuple[bytes, list[int]] | None = None
+    begun: tuple[bytes, list[list[int]]] | None = None
 
 
 class _Span(NamedTuple):
@@ -249,12 +250,10 @@ class ReaderCounts:
         if turns is None or turns.epoch_begin_ns == self._seen_begin_ns:
             return
         self._seen_begin_ns = turns.epoch_begin_ns
-        before, now = self._last_end, now or self._mark(FillerStats)
-        num_waits = before.num_waits + now.noted.number - before.noted.number
-        self._open_epoch, self._begin = (
-            turns.begun,
-            _Mark(*now[:4], before.turns, num_waits, before.work, None, now.turns),
-        )
+        now = now or self._mark(FillerStats)
+        num_waits = now.noted.number + turns.waits_before
+        mark = _Mark(*now[:4], None, num_waits, self._last_end.work, None, now.turns)
+        self._open_epoch, self._begin = turns.begun, mark
 
     def _end(self, end: _Mark, *, knows_later: bool = False) -> None:
         if self._open_epoch >= 0:
@@ -340,6 +339,8 @@ class ReaderCounts:
         turns, of_turns = self.waits.turns, TurnsCounts()
         if turns is not None and mark.turns is not None:
             of_turns = turns.counts(mark.turns)
+        if turns is not None and mark.begun is not None:
+            of_turns = turns.counts(mark.begun, before_epoch=True)
         samples = mark.counted[None] + of_turns.samples
         for rows, (of_each, used_of_each) in self._sizes.items():
             count = samples if rows is None else mark.counted[rows]
@@ -347,8 +348,8 @@ class ReaderCounts:
                 count += of_turns.num_rows[self._columns[rows]]
             nbytes, used = nbytes + count * of_each, used.plus(used_of_each, count)
         passed = mark.passed
-        if turns is not None and mark.begun is not None:
-            passed = self.waits.passed(turns.counts(mark.begun).epoch_begin)
+        if mark.begun is not None:
+            passed = self.waits.passed(of_turns.epoch_begin)
         if passed is None:
             passed = mark.noted.elapsed_seconds
             if of_turns.waits:

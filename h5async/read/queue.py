@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -40,7 +40,8 @@ class SlotBatch:
 
     By field, `targets` are the slot's memory: `rows` rows of the `arrays` that they point to. What
     was fetched of far sources is `held` until the rows are read. `fields` are the core's; None:
-    those of the tables.
+    those of the tables. `offsets` are where the samples of a batch begin, (rows + 1,), by the first
+    column that has them.
     """
 
     plan: Any
@@ -49,6 +50,7 @@ class SlotBatch:
     arrays: Any
     held: Any = None
     fields: Any = None
+    offsets: dict[int, Int64s] = field(default_factory=dict)
 
 
 class BatchQueue:
@@ -112,6 +114,10 @@ class BatchQueue:
             job.plan, job.targets = ctypes.pointer(batch.plan), batch.targets
             job.samples, job.rows = address(samples), batch.rows
             self._samples.append(samples)
+            for column in () if tables is None else tables.ragged:
+                batch.offsets[column] = np.zeros(batch.rows + 1, np.int64)
+                batch.targets[column].offsets = address(batch.offsets[column])
+        self.offsets = [batch.offsets for batch in batches]  # by slot
 
     # --- the consumer's calls ---------------------------------------------------------------------
 
@@ -242,7 +248,7 @@ class BatchQueue:
 
     def close(self) -> None:
         """Release the memory of slots, and tables; no thread will ask for work any more."""
-        self._keep, self._samples = (), []
+        self._keep, self._samples, self.offsets = (), [], []
 
     def plan_seconds(self) -> float:
         """Return the time spent on plans, summed up over all threads."""
@@ -351,7 +357,10 @@ class Run(Protocol):
 
     @property
     def views(self) -> tuple[tuple[str, ...] | None, tuple[tuple[Any, ...], ...], slice]:
-        """Names of fields, arrays of each slot, and the part of these; no names: none are made."""
+        """Names of fields, of what each is made by slot (`FieldKind.views`), and the whole part.
+
+        Without names, nothing is made.
+        """
 
 
 class Turns:
@@ -395,8 +404,8 @@ class Turns:
         self.take, self.ask, self.give, self.put_back, self.fill_own = core.turns_of(self._memory)
         self._slots = np.zeros(queue.num_slots, np.int64)
         self._waits_ns = np.zeros(MAX_WAITS, np.int64)
-        # By column: rows of all batches taken by `take`, if it is ragged.
-        self.num_rows = np.zeros(queue.struct.contents.num_fields, np.int64)
+        # By column: rows of all batches taken by `take`, if it is ragged, and before an epoch.
+        self.num_rows = np.zeros((2, queue.struct.contents.num_fields), np.int64)
         self._seen = 0  # of the waits
         self._on_left: Callable[[], object] | None = None
         self._given: list[Any] = [None] * MAX_GIVEN  # arrays of sample numbers
@@ -443,6 +452,11 @@ class Turns:
     def epoch_begin_ns(self) -> int:
         """A number that changes when the first batch of an epoch is taken."""
         return int(self._struct.epoch_begin_ns)
+
+    @property
+    def waits_before(self) -> int:
+        """The waits for batches before that epoch."""
+        return int(self._struct.waits_before)
 
     @property
     def begun(self) -> int:
@@ -541,15 +555,24 @@ class Turns:
         each = range(max(seen, self._seen - MAX_WAITS), self._seen)
         return [int(self._waits_ns[wait % MAX_WAITS]) / 1e9 for wait in each]
 
-    def copied(self) -> tuple[bytes, list[int]]:
+    def copied(self) -> tuple[bytes, list[list[int]]]:
         """Return what `counts` makes the counts of now of."""
         return bytes(self._memory), self.num_rows.tolist()
 
-    def counts(self, copied: tuple[bytes, list[int]]) -> TurnsCounts:
-        """Return the counts of a moment."""
+    def counts(
+        self, copied: tuple[bytes, list[list[int]]], *, before_epoch: bool = False
+    ) -> TurnsCounts:
+        """Return the counts of a moment, or those before the last epoch that had begun then."""
         struct = self._core.Turns.from_buffer_copy(copied[0])
         offset_ns = self._core.clock_offset_ns()
         end, epoch_begin = ((ns + offset_ns) / 1e9 for ns in (struct.end_ns, struct.epoch_begin_ns))
         taken = struct.taken, struct.samples_taken, struct.num_waits, struct.total_ns / 1e9
+        if before_epoch:
+            taken = (
+                struct.taken_before,
+                struct.samples_before,
+                struct.waits_before,
+                struct.total_before_ns / 1e9,
+            )
         end = end if struct.num_waits else 0.0
-        return TurnsCounts(*taken, end, epoch_begin, copied[1])
+        return TurnsCounts(*taken, end, epoch_begin, copied[1][before_epoch])

@@ -321,8 +321,9 @@ class Run:
         self._schedule = course.schedule.with_others(gone, ())
         self._index_of, self._arrays_of = submissions.index, submissions.arrays
         self._slots = slots
-        names = batches.names if submissions.is_plain and not batches.has_masks else None
-        self.views = names, tuple(tuple(slot.out) for slot in slots), slice(0, epochs.size)
+        views = [submissions.views(number, slot) for number, slot in enumerate(slots)]
+        names = None if batches.has_masks or None in views else batches.names
+        self.views = names, tuple(views), slice(0, epochs.size)
 
     def course_after(self, gone: int, given: dict[int, NDArray[np.int64]]) -> Course:
         """Return the course once `gone` batches of given samples are done with, with others."""

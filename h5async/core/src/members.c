@@ -84,7 +84,7 @@ static const Structure ALL_STRUCTURES[] = {
     MEMBERS(Wanted, sample, position, rank)
     MEMBERS(BatchPlan, items, run_local, run_position, run_length, sorted, num_items, num_runs,
             num_wanted, nbytes, fetched, num_fetched)
-    MEMBERS(Target, raw, out, is_wanted, capacity)
+    MEMBERS(Target, raw, out, is_wanted, capacity, offsets)
     MEMBERS(Store, most_chunk_nbytes)
     MEMBERS(Sources, sources, count, most_open, most_files, io, gives_back, trusted_ns)
     MEMBERS(Selected, plan, field, target, of, sources, worker, num_samples, samples, places, count,
@@ -98,7 +98,7 @@ static const Structure ALL_STRUCTURES[] = {
             given, next_in_run, first, stop, stride, count, epoch_end,
             epoch_batches, epochs, epoch, number, type, made, later, size, index, samples, run, names, arrays, part, on_left, on_epoch,
             taken, samples_taken, num_waits, total_ns, begin_ns, end_ns, epoch_begin_ns,
-            begun, num_rows)
+            begun, taken_before, samples_before, waits_before, total_before_ns, num_rows)
     MEMBERS(Window, unit, count, bounds, delay, begin, drawn, roots, root, last_root, num_units, size,
             window, group_rounds, block_rounds, num_blocks, skip, num_samples, blocks, keys)
     MEMBERS(Curl, curl_global_init, curl_easy_init, curl_easy_setopt, curl_easy_getinfo,
