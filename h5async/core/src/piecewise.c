@@ -116,7 +116,7 @@ static int put_pieces(Work *work, const Field *f, const Item *item, int32_t firs
 
 /* Read the piece at `cross`, or several, and go on behind them. */
 static enum Outcome read_next(Work *work, const Field *f, const Target *target, const Item *item,
-                                int32_t *cross)
+                              int32_t *cross)
 {
     const Shape *shape = shape_of(f, item);
     Runs runs = runs_of_item(work->plan, item);
