@@ -117,6 +117,10 @@ class QueuedBatches:
         """Return the arrays of a batch of `turns`, which are views of a slot's memory."""
         return tuple([out[: index.size] for out in memory.out])
 
+    def views(self, slot: int, memory: SlotMemory) -> tuple[tuple[Any, ...], ...] | None:
+        """Return of what `turns` makes these, by field; None if it cannot."""
+        return tuple([(out,) for out in memory.out])
+
     def submit(self, request: FillRequest, *, is_helped: bool = False) -> None:
         """Have a batch filled. Never blocks; submitting it again has no effect.
 
@@ -198,6 +202,10 @@ class Submissions(QueuedBatches):
     def arrays(self, memory: SlotMemory, index: NDArray[np.int64]) -> tuple[Any, ...]:
         """Return the arrays of a batch of `turns`, which are views of a slot's memory."""
         return self._assembly.arrays(memory, index, are_checked=True)
+
+    def views(self, slot: int, memory: SlotMemory) -> tuple[tuple[Any, ...], ...] | None:
+        """Return of what `turns` makes these, by field; None if it cannot."""
+        return self._assembly.views(memory, self._queue.offsets[slot])
 
     def numbers(self, sampling: Sampling, first: int, epoch: int, start: int) -> Numbers | None:
         """Return the samples of batches from `first` on, at `start`, to the end of an epoch.

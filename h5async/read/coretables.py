@@ -98,6 +98,8 @@ class CoreTables:
         self.num_samples = layouts[0].sample_count
         self.can_read = [table.can_read for table in self.of_fields]
         self.shares = [isinstance(rows, StepSpans) for rows in several]
+        spans = enumerate(several)  # the first columns of ragged fields:
+        self.ragged = [n for n, y in spans if isinstance(y, SpanRows) and several.index(y) == n]
         self.reads = [
             can and not is_shared for can, is_shared in zip(self.can_read, self.shares, strict=True)
         ]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -30,7 +30,6 @@ Uint64s = NDArray[np.uint64]
 
 # Results of `BatchQueue.next` and `BatchQueue.do_oldest` that are not a slot.
 END, TICKET, NOTHING, READY = -1, -2, -3, -4
-_SLOW_NS = 300_000  # HELPED_NS in core/src/queue.c
 _ALONE = 1  # result of `submit`: no batch that was dropped is under way
 MAX_WAITS = 4096  # MAX_WAITS in core/src/turns.c
 
@@ -41,7 +40,8 @@ class SlotBatch:
 
     By field, `targets` are the slot's memory: `rows` rows of the `arrays` that they point to. What
     was fetched of far sources is `held` until the rows are read. `fields` are the core's; None:
-    those of the tables.
+    those of the tables. `offsets` are where the samples of a batch begin, (rows + 1,), by the first
+    column that has them.
     """
 
     plan: Any
@@ -50,6 +50,7 @@ class SlotBatch:
     arrays: Any
     held: Any = None
     fields: Any = None
+    offsets: dict[int, Int64s] = field(default_factory=dict)
 
 
 class BatchQueue:
@@ -113,6 +114,10 @@ class BatchQueue:
             job.plan, job.targets = ctypes.pointer(batch.plan), batch.targets
             job.samples, job.rows = address(samples), batch.rows
             self._samples.append(samples)
+            for column in () if tables is None else tables.ragged:
+                batch.offsets[column] = np.zeros(batch.rows + 1, np.int64)
+                batch.targets[column].offsets = address(batch.offsets[column])
+        self.offsets = [batch.offsets for batch in batches]  # by slot
 
     # --- the consumer's calls ---------------------------------------------------------------------
 
@@ -243,14 +248,7 @@ class BatchQueue:
 
     def close(self) -> None:
         """Release the memory of slots, and tables; no thread will ask for work any more."""
-        self._keep, self._samples = (), []
-
-    def is_slow(self) -> bool:
-        """Tell whether batches take threads so long that what the consumer does does not matter.
-
-        So it is before the first ones are read.
-        """
-        return bool(self._struct.fill_ns > _SLOW_NS and not self._struct.is_remote)
+        self._keep, self._samples, self.offsets = (), [], []
 
     def plan_seconds(self) -> float:
         """Return the time spent on plans, summed up over all threads."""
@@ -345,7 +343,10 @@ class Run(Protocol):
 
     @property
     def views(self) -> tuple[tuple[str, ...] | None, tuple[tuple[Any, ...], ...], slice]:
-        """Names of fields, arrays of each slot, and the part of these; no names: none are made."""
+        """Names of fields, of what each is made by slot (`FieldKind.views`), and the whole part.
+
+        Without names, nothing is made.
+        """
 
 
 class Turns:
@@ -408,11 +409,6 @@ class Turns:
     def is_lent(self) -> bool:
         """Whether the state is the core's."""
         return bool(self._struct.is_lent)
-
-    @property
-    def are_worthwhile(self) -> bool:
-        """Whether batches come so quickly that the consumer's time for each matters."""
-        return bool(self._struct.is_alone) or not self._queue.is_slow()
 
     @property
     def next(self) -> int:

@@ -319,8 +319,9 @@ class Run:
         self._batches, self._course, self._sampling = batches, course, sampling
         self._index_of, self._arrays_of = submissions.index, submissions.arrays
         self._slots = slots
-        names = batches.names if submissions.is_plain and not batches.has_masks else None
-        self.views = names, tuple(tuple(slot.out) for slot in slots), slice(0, epochs.size)
+        views = [submissions.views(number, slot) for number, slot in enumerate(slots)]
+        names = None if batches.has_masks or None in views else batches.names
+        self.views = names, tuple(views), slice(0, epochs.size)
 
     def complete(self, batch: Batch, name: str, slot: int, serial: int) -> None:
         """Make something that a batch lacks: its numbers, its arrays, or all else."""

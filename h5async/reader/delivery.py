@@ -142,8 +142,7 @@ class Delivery:
         if timeline is not None and not isinstance(self._filler, Filler):
             return False  # nor what helpers are asked for
         following, _, _, _, course, _ = ring.consumer
-        # Threads at work would wait longer for the consumer; it does more for samples of any size.
-        if turns.is_lent or not (turns.are_worthwhile or not submissions.is_plain):
+        if turns.is_lent:
             return False
         epoch, number, _ = course.position(following)
         if self._waiting or not counts.waits.have_begun:

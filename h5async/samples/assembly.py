@@ -154,6 +154,18 @@ class Assembly:
                 totals[one] = one.total(index)
         return [totals[one] if isinstance(one, SpanRows) else index.size for one in self._rows]
 
+    def views(
+        self, memory: SlotMemory, offsets: Mapping[int, NDArray[np.int64]]
+    ) -> tuple[tuple[Any, ...], ...] | None:
+        """Return `FieldKind.views` of the fields of a slot; None if there are none of some.
+
+        `offsets` are where samples of ragged fields begin, by their first column.
+        """
+        pairs = zip(self._kinds, self._columns, strict=True)
+        found = [kind.views(memory.out[own], offsets.get(own.start)) for kind, own in pairs]
+        are_all = all(views is not None for views in found) and not self.names
+        return tuple(filter(None, found)) if are_all else None
+
     def arrays(
         self,
         memory: SlotMemory,

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config import Field, RaggedField, ReaderConfig
-from h5async.core.binding import Core
+from h5async.core.binding import Core, address
 from h5async.errors import DamagedError, DatasetError
 from h5async.index.composition import join_layouts, joined_cf
 from h5async.index.datasettable import shared
@@ -289,6 +289,17 @@ class FieldKind:
         """Whether views of the slot are delivered, of values that the core has checked."""
         return not (self.needs_work or self.is_mapped)
 
+    def views(
+        self, columns: Sequence[NDArray[Any]], offsets: NDArray[np.int64] | None
+    ) -> tuple[Any, ...] | None:
+        """Return of what the core makes what is delivered of a slot; None if it cannot.
+
+        Of one array, its first rows are delivered. Of samples that several describe: the address of
+        `offsets`, int64 (rows + 1,), which the core sets; their class, which is not called; and as
+        pairs of a member's name and its value, what is fixed, arrays of rows, and `offsets`.
+        """
+        return (columns[0],)
+
     def deliver(self, filled: Filled) -> Any:
         """Return the array, or the samples, of a batch; views of the slot's memory if possible.
 
@@ -360,6 +371,14 @@ class RaggedKind(FieldKind):
             return outline
         made = (self._length, *transforms[0].row), transforms[0].dtype
         return outline._replace(made=made, is_left=can_transform is not None)
+
+    def views(
+        self, columns: Sequence[NDArray[Any]], offsets: NDArray[np.int64] | None
+    ) -> tuple[Any, ...] | None:
+        """Return of what the core makes `Ragged`; None for an array of padded samples."""
+        if self._length is not None or offsets is None:
+            return None
+        return address(offsets), Ragged, (), ("values", columns[0]), ("offsets", offsets)
 
     def deliver(self, filled: Filled) -> Any:
         """Return `Ragged`, or an array of padded samples."""

@@ -62,7 +62,7 @@ class Csr(SampleArrays):
     (array([ 7, 99]), array([1., 2.], dtype=float32))
     """
 
-    __slots__ = ("data", "indices", "indptr", "shape")
+    __slots__ = ("_columns", "data", "indices", "indptr")
 
     num_on_device = 3
 
@@ -77,11 +77,16 @@ class Csr(SampleArrays):
         self.data = data
         self.indices = indices
         self.indptr = indptr
-        self.shape = (int(shape[0]), int(shape[1]))
+        self._columns = int(shape[1])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The numbers of rows and columns."""
+        return len(self), self._columns
 
     def __len__(self) -> int:
         """Return the number of rows."""
-        return self.shape[0]
+        return int(self.indptr.shape[0]) - 1
 
     def __getitem__(self, key: Any) -> Any:
         """Return views: indices and values of one row, or a `Csr` for a slice.

@@ -123,6 +123,16 @@ class SparseKind(FieldKind):
         """Whether `Csr` of views is delivered, whose indices the core has checked."""
         return super().is_view and self._has_limit
 
+    def views(
+        self, columns: Sequence[NDArray[Any]], offsets: Int64s | None
+    ) -> tuple[Any, ...] | None:
+        """Return of what the core makes `Csr`; its indices are checked, as the field `is_view`."""
+        if offsets is None:
+            return None
+        (values, indices), fixed = columns, ("_columns", self.shape.columns)
+        rows = "data", values, "indices", indices
+        return address(offsets), Csr, fixed, rows, ("indptr", offsets)
+
     def deliver(self, filled: Filled) -> Any:
         """Return `Csr`, or dense rows, and the totals; DatasetError if an index is not a column."""
         assert isinstance(filled.rows, SpanRows)

@@ -148,22 +148,43 @@ def test_samples_that_differ_in_size(uneven, shuffle, num_threads):
             assert (found.batches, found.nbytes) == (expected.batches, expected.nbytes)
 
 
-def test_a_batch_of_samples_that_differ_in_size_is_used_too_late(uneven):
+def test_what_python_makes_of_a_batch_is_asked_for_too_late(uneven):
     path, rows = uneven
-    with opened(path, fields=UNEVEN) as reader:
+    packed = {"packed": RaggedField("sparse/data", offsets="sparse/indptr", pack=16)}
+    with opened(path, fields=packed) as reader:
         batches = [reader.get_next_batch() for _ in range(20)]
         assert taken(reader)
         assert (batches[-3].epoch, batches[-3].number, batches[-3].last) == (0, 17, False)
         late = batches[-2]
         with pytest.raises(BatchExpiredError, match=r"batch 18 of epoch 0 was used.*copy\(\)"):
-            _ = late.ragged
-        assert (late.keys(), repr(late)) == (list(UNEVEN), "<Batch 18 of epoch 0, expired>")
+            _ = late.packed
+        names = ["packed", "packed_documents", "packed_positions"]
+        assert (late.keys(), repr(late)) == (names, "<Batch 18 of epoch 0, expired>")
         assert "The life of this batch is over" in batches[-4]._repr_html_()
         np.testing.assert_array_equal(late.index, np.arange(18 * SIZE, 19 * SIZE))
-    for at, sample in enumerate(batches[-1].index):  # closed: nothing is read any more
-        np.testing.assert_array_equal(batches[-1].ragged[at], rows[sample][0])
+    stream = np.concatenate([values for values, _ in rows])
+    windows = stream[: stream.size // 16 * 16].reshape(-1, 16)
+    # Closed: nothing is read any more.
+    np.testing.assert_array_equal(batches[-1].packed, windows[batches[-1].index])
     with pytest.raises(BatchExpiredError):
-        _ = batches[-5].ragged
+        _ = batches[-5].packed
+
+
+def test_samples_that_differ_in_size_are_whole_after_the_end(uneven):
+    path, rows = uneven
+    with opened(path, fields=UNEVEN) as reader:
+        batches = [reader.get_next_batch() for _ in range(20)]
+        assert taken(reader)
+    last = batches[-1]
+    for at, sample in enumerate(last.index):
+        for one, other in zip(last.sparse[at], rows[sample][::-1], strict=True):
+            np.testing.assert_array_equal(one, other)
+        np.testing.assert_array_equal(last.ragged[at], rows[sample][0])
+        np.testing.assert_array_equal(last.heap[at], rows[sample][1][::2])
+    again = pickle.loads(pickle.dumps(last))
+    assert again.sparse.shape == last.sparse.copy().shape == (SIZE, 50)
+    np.testing.assert_array_equal(again.sparse.to_dense(), last.sparse.to_dense())
+    assert batches[-2].sparse.shape == (SIZE, 50)  # its values are over, as of any array
 
 
 def test_an_index_that_is_not_a_column(uneven):
@@ -578,9 +599,7 @@ def test_waiting_for_threads(path):
             queue = reader._engine.filler.submissions._queue._struct  # type: ignore[union-attr]
             queue.num_cores = 1  # so that nobody looks in a loop
             for _ in range(len(reader) - 1):
-                queue.fill_ns = (
-                    100_000 if reader._engine.ring.turns.run is None else 600_000
-                )  # no help
+                queue.fill_ns = 600_000  # so that the consumer does not help
                 check(reader.get_next_batch(), expected)
             if timeout is None:
                 assert taken(reader) == len(reader) - 2

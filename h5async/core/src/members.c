@@ -84,7 +84,7 @@ static const Structure ALL_STRUCTURES[] = {
     MEMBERS(Wanted, sample, position, rank)
     MEMBERS(BatchPlan, items, run_local, run_position, run_length, sorted, num_items, num_runs,
             num_wanted, nbytes, fetched, num_fetched)
-    MEMBERS(Target, raw, out, is_wanted, capacity)
+    MEMBERS(Target, raw, out, is_wanted, capacity, offsets)
     MEMBERS(Store, most_chunk_nbytes)
     MEMBERS(Sources, sources, count, most_open, most_files, io, gives_back, trusted_ns)
     MEMBERS(Selected, plan, field, target, of, sources, worker, num_samples, samples, places, count,

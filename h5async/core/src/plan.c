@@ -190,12 +190,12 @@ PUBLIC int64_t h5async_plan_batch(BatchPlan *plan, const Field *fields, const Ta
         const Field *f = &fields[field];
         if (begins_group(fields, targets, field)) {
             int listed =
-                f->spans ? list_spans(plan, samples, count, f, targets[field].capacity)
+                f->spans ? list_spans(plan, samples, count, f, &targets[field])
                          : list_samples(plan, samples, count,
                                         f->steps || f->heaps ? f->num_rows : num_samples,
                                         is_sorted, f->steps);
             if (listed == 1 && f->heaps != NULL)
-                listed = list_places(plan, samples, count, f, targets[field].capacity);
+                listed = list_places(plan, samples, count, f, &targets[field]);
             if (listed < 1)
                 return listed;
             if (!plan_group(plan, fields, targets, num_fields, field))

@@ -49,4 +49,5 @@ typedef struct {
     uint8_t *raw, *out; /* rows as read; as delivered */
     int64_t is_wanted;
     int64_t capacity; /* rows that there is room for, of a ragged field */
+    int64_t *offsets; /* where the rows of each of its samples begin, and the end; NULL: not listed */
 } Target;

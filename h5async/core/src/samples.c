@@ -200,7 +200,7 @@ static NOINLINE int put_runs(BatchPlan *plan, const Listed *listed, int64_t num_
 
 /* List the rows of a group of ragged fields, which are runs; as list_samples does. */
 static int list_spans(BatchPlan *plan, const int64_t *samples, int64_t count, const Field *f,
-                      int64_t capacity)
+                      const Target *target)
 {
     const SpanRows *spans = f->spans;
     Listed listed = NONE_LISTED;
@@ -212,12 +212,17 @@ static int list_spans(BatchPlan *plan, const int64_t *samples, int64_t count, co
             return -1;
         int64_t begin = spans->starts[samples[i]];
         int64_t length = spans->starts[samples[i] + 1] - begin;
-        if (begin < 0 || length < 0 || begin > f->num_rows - length || length > capacity - total)
+        if (begin < 0 || length < 0 || begin > f->num_rows - length ||
+            length > target->capacity - total)
             return -1;
+        if (target->offsets != NULL)
+            target->offsets[i] = total;
         if (length > 0)
             list_run(&listed, plan->wanted, begin, total, length);
         total += length;
     }
+    if (target->offsets != NULL)
+        target->offsets[count] = total;
     int is_put = put_runs(plan, &listed, total, 1);
     if (is_put >= 0)
         return is_put;
@@ -252,7 +257,7 @@ static int list_samples(BatchPlan *plan, const int64_t *samples, int64_t count, 
 /* List where the values of each sample go, of a field of elements of variable length, after the samples
    were; 0: there is no memory for it; -1: there is no room for so many values. */
 static int list_places(BatchPlan *plan, const int64_t *samples, int64_t count, const Field *f,
-                       int64_t capacity)
+                       const Target *target)
 {
     int64_t total = 0;
     if (!grow((void **[]){(void **)&plan->places}, 1, &plan->most_places, count, sizeof(int64_t)))
@@ -261,7 +266,9 @@ static int list_places(BatchPlan *plan, const int64_t *samples, int64_t count, c
         plan->places[i] = total;
         total += f->lengths[samples[i]];
     }
-    return total > capacity ? -1 : 1;
+    for (int64_t i = 0; target->offsets != NULL && i <= count; i++)
+        target->offsets[i] = i < count ? plan->places[i] : total;
+    return total > target->capacity ? -1 : 1;
 }
 
 /* The last run from `run` on that begins at or before a rank, or before a sample; `run` does. */

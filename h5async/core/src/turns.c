@@ -63,9 +63,10 @@ typedef struct {
     const RunEpoch *epochs;
     int64_t epoch, number; /* of the batch `first` */
     /* Python's: the type of batches, the names of the members that the arrays, the run, slot and serial,
-       and the number of samples are set to; of the run: names of fields (NULL: arrays are not made), arrays of each slot,
-       and the part of these; what is called when the consumer has left a reader that was closed
-       meanwhile, and when the last batch of an epoch was taken. */
+       and the number of samples are set to; of the run: names of fields (NULL: no views are made), of
+       what these are made in each slot (see FieldKind.views), and the part of whole batches; what is
+       called when the consumer has left a reader that was closed meanwhile, and when the last batch
+       of an epoch was taken. */
     Object *type, *made, *later, *size, *run, *names, *arrays, *part, *on_left, *on_epoch;
     /* Of all runs: batches, their samples, and waits; the times of the last one, and when that for the
        first batch of the epoch `begun` began. */
@@ -214,21 +215,65 @@ static int await_next(Turns *t, int may_wait)
     return tell_left(t) ? 0 : -1;
 }
 
-/* Return views of a slot's arrays by name; NULL, without an exception: there is no memory. */
-static Object *new_views(Object *names, Object *arrays, Object *part)
+static Object *new_part(int64_t count)
 {
-    Object *views = PyDict_New();
-    for (intptr_t i = 0, count = PyTuple_Size(names); views != NULL && i < count; i++) {
-        Object *view = PyObject_GetItem(PyTuple_GetItem(arrays, i), part);
-        if (view == NULL || PyDict_SetItem(views, PyTuple_GetItem(names, i), view) != 0) {
+    Object *end = PyLong_FromLongLong(count), *part = end ? PySlice_New(NULL, end, NULL) : NULL;
+    Py_DecRef(end);
+    return part;
+}
+
+/* Set members to what `pairs`, a tuple, has behind the name of each: to a part of it, unless NULL. */
+static int set_members(Object *made, Object *pairs, Object *part)
+{
+    int are_set = 1;
+    for (intptr_t i = 0, count = PyTuple_Size(pairs); are_set && i < count; i += 2) {
+        Object *value = PyTuple_GetItem(pairs, i + 1);
+        if (part)
+            value = PyObject_GetItem(value, part);
+        are_set = value && PyObject_SetAttr(made, PyTuple_GetItem(pairs, i), value) == 0;
+        if (part)
+            Py_DecRef(value);
+    }
+    return are_set;
+}
+
+/* Return samples that several arrays describe; see FieldKind.views. */
+static Object *new_samples(Object *of, int64_t count)
+{
+    const int64_t *where = (const int64_t *)(intptr_t)PyLong_AsLongLong(PyTuple_GetItem(of, 0));
+    Object *made = PyType_GenericAlloc(PyTuple_GetItem(of, 1), 0);
+    Object *rows = new_part(where[count]), *offsets = new_part(count + 1);
+    int is_made = made && rows && offsets && set_members(made, PyTuple_GetItem(of, 2), NULL) &&
+                  set_members(made, PyTuple_GetItem(of, 3), rows) &&
+                  set_members(made, PyTuple_GetItem(of, 4), offsets);
+    Py_DecRef(rows), Py_DecRef(offsets);
+    if (!is_made)
+        Py_DecRef(made);
+    return is_made ? made : NULL;
+}
+
+/* Return what a batch delivers of a slot, by name; NULL, without an exception: there is no memory. */
+static Object *new_views(const Turns *t, int64_t slot, int64_t count)
+{
+    Object *views = PyDict_New(), *part = count == t->count ? t->part : new_part(count);
+    Object *fields = PyTuple_GetItem(t->arrays, slot);
+    for (intptr_t i = 0; views != NULL && part != NULL && i < PyTuple_Size(fields); i++) {
+        Object *of = PyTuple_GetItem(fields, i);
+        Object *view = PyTuple_Size(of) == 1 ? PyObject_GetItem(PyTuple_GetItem(of, 0), part)
+                                             : new_samples(of, count);
+        if (view == NULL || PyDict_SetItem(views, PyTuple_GetItem(t->names, i), view) != 0) {
             Py_DecRef(views);
             views = NULL;
         }
         Py_DecRef(view);
     }
-    if (views == NULL)
+    if (views == NULL || part == NULL)
         PyErr_Clear();
-    return views;
+    if (part == NULL)
+        Py_DecRef(views);
+    if (part != t->part)
+        Py_DecRef(part);
+    return part ? views : NULL;
 }
 
 static Object *new_batch(const Turns *t)
@@ -238,15 +283,7 @@ static Object *new_batch(const Turns *t)
     Object *run = t->run, *slot = PyLong_FromLongLong(at), *serial = PyLong_FromLongLong(t->next);
     Object *size = PyLong_FromLongLong(count);
     Py_IncRef(run); /* which a reader that is closed meanwhile would let go of; see `take` */
-    Object *views = NULL, *part = t->part;
-    if (count != t->count)
-        part = size ? PySlice_New(NULL, size, NULL) : NULL;
-    if (part == NULL)
-        PyErr_Clear();
-    if (t->names && part)
-        views = new_views(t->names, PyTuple_GetItem(t->arrays, at), part);
-    if (part != t->part)
-        Py_DecRef(part);
+    Object *views = t->names ? new_views(t, at, count) : NULL;
     Object *later = slot && serial && size ? PyTuple_Pack(3, run, slot, serial) : NULL;
     Object *batch = later ? PyType_GenericAlloc(t->type, 0) : NULL;
     if (batch != NULL && (PyObject_SetAttr(batch, t->later, later) != 0 ||
@@ -287,16 +324,10 @@ __attribute__((noinline, cold)) static void count_rows(Turns *t, int64_t sign)
 {
     if (t->num_rows == NULL)
         return;
-    const Queue *queue = t->queue;
-    const Wish *wish = &queue->jobs[t->slot_of[t->held % t->num_slots]].wish;
-    for (int64_t field = 0; field < queue->num_fields; field++) {
-        const Field *f = &queue->fields[field];
-        for (int64_t i = 0; f->spans != NULL && i < wish->count; i++)
-            t->num_rows[field] += sign * (f->spans->starts[wish->samples[i] + 1] -
-                                          f->spans->starts[wish->samples[i]]);
-        for (int64_t i = 0; f->lengths != NULL && i < wish->count; i++)
-            t->num_rows[field] += sign * (int64_t)f->lengths[wish->samples[i]];
-    }
+    const Job *job = &t->queue->jobs[t->slot_of[t->held % t->num_slots]];
+    for (int64_t field = 0; field < t->queue->num_fields; field++)
+        if (job->targets[field].offsets != NULL)
+            t->num_rows[field] += sign * job->targets[field].offsets[job->wish.count];
 }
 
 /* Take the next batch, and append it to a list, the first argument. Returns whether it did: if not,
