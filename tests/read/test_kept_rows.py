@@ -86,14 +86,15 @@ def test_each_chunk_is_decoded_once(tmp_path, core, threads, dtype):
     ((20, 6), (20, 1)), ((3,), (1,)),
 ])  # fmt: skip
 @each("dtype", ["u1", "<u2", ">f4", "<f8", "S3"])
-def test_pieces_that_lie_interleaved_in_rows(tmp_path, core, row, chunk, dtype):
+@each("kept_nbytes", [0, ALL])
+def test_pieces_that_lie_interleaved_in_rows(tmp_path, core, row, chunk, dtype, kept_nbytes):
     """As those of chunks that split channels, of which some are decoded before rows are written."""
     path = tmp_path / "data.h5"
     values, layouts = split_dataset(path, 11, row, (4, *chunk), dtype)
     for threads in (1, 3):
-        with Collected(core, layouts, 11, kept_nbytes=ALL) as read:
-            assert kept_by(read) == {Keeps.ROWS}
-            for samples in (range(11), [10, 0, 3]):
+        with Collected(core, layouts, 11, kept_nbytes=kept_nbytes) as read:
+            assert kept_by(read) == {Keeps.ROWS if kept_nbytes else Keeps.CHUNKS}
+            for samples in (range(11), [10, 0, 3], [*range(9, 3, -1), *range(4)]):
                 assert read.read(samples, threads=threads, cuts=[2]) == 0
                 assert_same_bits(read.arrays[0][: len(samples)], values[list(samples)])
                 assert read.raw[0].is_intact()

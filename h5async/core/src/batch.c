@@ -115,8 +115,8 @@ static void do_section(void *data)
             if (outcome == IS_BUSY && work->rows != NULL)
                 return;
         } else {
-            for (; work->cross < item->cross_end && outcome == READ; work->cross += outcome == READ)
-                outcome = read_piece(work, f, target, item, work->cross);
+            while (work->cross < item->cross_end && outcome == READ)
+                outcome = read_next(work, f, target, item, &work->cross);
             if (outcome == IS_BUSY && (work->num_claims == MAX_CLAIMS || work->cross > item->cross))
                 return;
         }

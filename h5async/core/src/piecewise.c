@@ -74,21 +74,55 @@ static int is_looked_up(const Field *f, const Shape *shape, const Call *call, co
                         int64_t extent)
 {
     const Dataset *d = &call->d;
-    int is_whole = d->rows_are_whole && runs->count == 1 && runs->length[0] == d->chunk_samples &&
+    int is_whole = runs->count == 1 && runs->length[0] == d->chunk_samples &&
                    f->steps == NULL; /* else other samples need it, too */
+    is_whole &= d->rows_are_whole || (f->store != NULL && f->store->budget_nbytes == 0);
     return f->store != NULL && shape->keeps == KEEPS_CHUNKS && extent >= 0 &&
            (is_small(shape) ||
             (!is_raw(d, call->mask) && (!is_whole || are_read_again(f, d))));
 }
 
-static enum Outcome read_piece(Work *work, const Field *f, const Target *target, const Item *item,
-                               int32_t cross)
+/* Decode chunks of pieces from `first` on, and put what is wanted of them to rows; if these are woven, all
+   at once. */
+static int put_pieces(Work *work, const Field *f, const Item *item, int32_t first, int32_t count, Runs runs,
+                      uint8_t *rows)
+{
+    const Shape *shape = shape_of(f, item);
+    const Dataset *d = &shape->dataset;
+    const Runs none = {.count = 0};
+    Woven woven;
+    Call calls[MOST_WOVEN];
+    int64_t extents[MOST_WOVEN];
+    int is_woven = count > 1 && find_woven(d, first, &woven) == count &&
+                   d->chunk_nbytes <= work->w->chunk_nbytes / count;
+    for (int32_t k = 0; k < count; k++) {
+        if (!locate_piece(work, f, item, &runs, first + k, rows, &calls[k], &extents[k]))
+            return 0;
+        is_woven &= calls[k].is_stored != 0;
+    }
+    for (int32_t k = 0; k < count; k++) {
+        calls[k].last_ns = work->last_ns;
+        if (!read_located(work, shape, &calls[k], extents[k], first + k, is_woven ? &none : &runs,
+                          is_woven ? TO_TARGET : TO_SCRATCH, work->w->chunk + k * d->chunk_nbytes))
+            return 0;
+    }
+    if (is_woven)
+        place_woven(&woven, d, &runs, work->w->chunk, rows);
+    for (int32_t k = 0; is_woven && k < count; k++)
+        swap_pieces(d, shape->swaps, first + k, &runs, rows);
+    end_stage(work->w, PLACING, &work->last_ns);
+    return 1;
+}
+
+/* Read the piece at `cross`, or several, and go on behind them. */
+static enum Outcome read_next(Work *work, const Field *f, const Target *target, const Item *item,
+                              int32_t *cross)
 {
     const Shape *shape = shape_of(f, item);
     Runs runs = runs_of_item(work->plan, item);
     Call call;
     int64_t extent;
-    if (!locate_piece(work, f, item, &runs, cross, target->raw, &call, &extent))
+    if (!locate_piece(work, f, item, &runs, *cross, target->raw, &call, &extent))
         return FAILED;
     Kept *kept = NULL;
     enum Claim claim = UNKEPT;
@@ -101,9 +135,15 @@ static enum Outcome read_piece(Work *work, const Field *f, const Target *target,
             return IS_BUSY;
         if (claim == CLAIMED)
             note_claim(work, f->store, kept, 0);
+    } else if (extent >= 0 && item->cross_end - *cross > 1 && !is_raw(&call.d, call.mask)) {
+        const int32_t count = (int32_t)num_woven(&shape->dataset);
+        if (count > 1 && *cross % count == 0 && count <= item->cross_end - *cross && !call.d.crop) {
+            *cross += count;
+            return put_pieces(work, f, item, *cross - count, count, runs, target->raw) ? READ : FAILED;
+        }
     }
     enum State state = claim == CLAIMED ? TO_TARGET : claim == READY ? IN_TARGET : TO_SCRATCH;
-    int is_good = read_located(work, shape, &call, extent, cross, &runs, state,
+    int is_good = read_located(work, shape, &call, extent, *cross, &runs, state,
                                kept ? kept->data : NULL);
     if (claim == READY)
         let_go(f->store, kept);
@@ -111,42 +151,8 @@ static enum Outcome read_piece(Work *work, const Field *f, const Target *target,
         work->num_claims--;
         release_piece(f->store, kept, 0, 0);
     }
+    *cross += is_good;
     return is_good ? READ : FAILED;
-}
-
-/* Decode a piece of rows that are kept, of one chunk or of several that are woven, and put it into all
-   of them. */
-static int put_piece(Work *work, const Field *f, const Item *item, int64_t piece)
-{
-    const Shape *shape = shape_of(f, item);
-    const Dataset *d = &shape->dataset;
-    const int64_t none = 0, all = d->chunk_samples, count = d->num_cross / work->rows->num_pieces;
-    const int32_t first = (int32_t)(piece * count);
-    Runs runs = {&none, &none, &all, 1};
-    Woven woven;
-    Call calls[MOST_WOVEN];
-    int64_t extents[MOST_WOVEN];
-    int is_woven = count > 1 && find_woven(d, first, &woven) == count &&
-                   d->chunk_nbytes <= work->w->chunk_nbytes / count;
-    for (int32_t k = 0; k < count; k++) {
-        if (!locate_piece(work, f, item, &runs, first + k, work->rows->data, &calls[k], &extents[k]))
-            return 0;
-        is_woven &= calls[k].is_stored != 0;
-    }
-    runs.count = !is_woven; /* if it is, all are placed at once */
-    for (int32_t k = 0; k < count; k++) {
-        calls[k].last_ns = work->last_ns;
-        if (!read_located(work, shape, &calls[k], extents[k], first + k, &runs,
-                          is_woven ? TO_TARGET : TO_SCRATCH, work->w->chunk + k * d->chunk_nbytes))
-            return 0;
-    }
-    runs.count = 1;
-    if (is_woven)
-        place_woven(&woven, d, work->w->chunk, work->rows->data);
-    for (int32_t k = 0; is_woven && k < count; k++)
-        swap_pieces(d, shape->swaps, first + k, &runs, work->rows->data);
-    end_stage(work->w, PLACING, &work->last_ns);
-    return 1;
 }
 
 static void let_go_of_rows(Work *work)
@@ -161,6 +167,8 @@ static void let_go_of_rows(Work *work)
 static enum Outcome gather_rows(Work *work, const Field *f, const Item *item)
 {
     const int64_t count = shape_of(f, item)->dataset.num_cross / work->rows->num_pieces;
+    const int64_t first = 0, all = shape_of(f, item)->dataset.chunk_samples;
+    const Runs whole = {&first, &first, &all, 1};
     int64_t own = 0, at;
     for (int i = 0; i < work->num_claims; i++)
         own += work->claims[i].kept == work->rows;
@@ -178,7 +186,7 @@ static enum Outcome gather_rows(Work *work, const Field *f, const Item *item)
             return IS_BUSY;
         work->cross = (int32_t)(at * count);
         note_claim(work, f->store, work->rows, at);
-        if (!put_piece(work, f, item, at)) {
+        if (!put_pieces(work, f, item, work->cross, (int32_t)count, whole, work->rows->data)) {
             work->num_claims--;
             release_piece(f->store, work->rows, at, 0);
             return FAILED;
@@ -202,8 +210,8 @@ static enum Outcome read_kept_rows(Work *work, const Field *f, const Target *tar
         work->rows_store = f->store;
     }
     if (work->rows == NULL) { /* there is no room: each piece goes where it is wanted */
-        for (int32_t c = 0; c < item->cross_end && item->num_runs && outcome == READ; c++)
-            outcome = read_piece(work, f, target, item, c);
+        for (int32_t c = 0; c < item->cross_end && item->num_runs && outcome == READ;)
+            outcome = read_next(work, f, target, item, &c);
         return outcome;
     }
     outcome = gather_rows(work, f, item);

@@ -89,10 +89,10 @@ AVX2 ALWAYS_INLINE void weave_line(const Woven *woven, const uint8_t *const *fro
 }
 
 AVX2 ALWAYS_INLINE void weave_samples(const Woven *woven, const Dataset *d, const uint8_t *const *from,
-                                      uint8_t *to, Dim lines, int64_t count, int64_t num_in,
-                                      int64_t num_out)
+                                      uint8_t *to, Dim lines, int64_t samples, int64_t count,
+                                      int64_t num_in, int64_t num_out)
 {
-    for (int64_t sample = 0; sample < d->chunk_samples; sample++)
+    for (int64_t sample = 0; sample < samples; sample++)
         for (int64_t line = 0; line < lines.extent; line++) {
             uint8_t *at = to + sample * d->row_nbytes + line * lines.to_stride;
             const uint8_t *own[MOST_WOVEN];
@@ -105,27 +105,28 @@ AVX2 ALWAYS_INLINE void weave_samples(const Woven *woven, const Dataset *d, cons
 }
 
 AVX2 static void weave_vectors(const Woven *woven, const Dataset *d, const uint8_t *const *from,
-                               uint8_t *to, Dim lines)
+                               uint8_t *to, Dim lines, int64_t samples)
 {
     if (woven->count == 3 && woven->num_in == 3)
-        weave_samples(woven, d, from, to, lines, 3, 3, 3);
+        weave_samples(woven, d, from, to, lines, samples, 3, 3, 3);
     else if (woven->count == 2 && woven->num_in == 4 && woven->num_out == 3)
-        weave_samples(woven, d, from, to, lines, 2, 4, 3);
+        weave_samples(woven, d, from, to, lines, samples, 2, 4, 3);
     else
-        weave_samples(woven, d, from, to, lines, woven->count, woven->num_in, woven->num_out);
+        weave_samples(woven, d, from, to, lines, samples, woven->count, woven->num_in, woven->num_out);
 }
 #endif
 
 /* Copy some lines of each sample. */
-static void weave(const Woven *woven, const Dataset *d, const uint8_t *const *from, uint8_t *to, Dim lines)
+static void weave(const Woven *woven, const Dataset *d, const uint8_t *const *from, uint8_t *to, Dim lines,
+                  int64_t samples)
 {
 #if defined(AVX2)
     if (woven->num_out && woven->length >= woven->block && HAS_AVX2()) {
-        weave_vectors(woven, d, from, to, lines);
+        weave_vectors(woven, d, from, to, lines, samples);
         return;
     }
 #endif
-    for (int64_t at = 0; at < d->chunk_samples * lines.extent; at++) {
+    for (int64_t at = 0; at < samples * lines.extent; at++) {
         int64_t sample = at / lines.extent, line = at % lines.extent, inside = 0;
         for (int64_t k = 0; k < woven->count; inside += woven->pieces[k++].unit)
             copy_elements(from[k] + sample * d->sample_stride + line * lines.from_stride,
@@ -135,17 +136,22 @@ static void weave(const Woven *woven, const Dataset *d, const uint8_t *const *fr
     }
 }
 
-/* Copy all samples of some decoded chunks, which lie one after the other, to rows. */
-static void place_woven(Woven *woven, const Dataset *d, const uint8_t *chunks, uint8_t *rows)
+/* Copy samples of some decoded chunks, which lie one after the other, to rows. */
+static void place_woven(Woven *woven, const Dataset *d, const Runs *runs, const uint8_t *chunks,
+                        uint8_t *rows)
 {
     const Piece *first = woven->pieces;
     const Dim lines = first->rank < 2 ? ONE_LINE : first->dims[first->rank - 2];
     Place at = first_place(first);
     plan_vectors(woven, d);
     do {
-        const uint8_t *from[MOST_WOVEN];
-        for (int64_t k = 0; k < woven->count; k++)
-            from[k] = chunks + k * d->chunk_nbytes + woven->pieces[k].from + at.from;
-        weave(woven, d, from, rows + at.to, lines);
+        for (int64_t r = 0; r < runs->count; r++) {
+            const uint8_t *from[MOST_WOVEN];
+            for (int64_t k = 0; k < woven->count; k++)
+                from[k] = chunks + k * d->chunk_nbytes + woven->pieces[k].from + at.from +
+                          runs->local[r] * d->sample_stride;
+            weave(woven, d, from, rows + at.to + runs->position[r] * d->row_nbytes, lines,
+                  runs->length[r]);
+        }
     } while (go_on(first, first->rank - 2, &at));
 }
