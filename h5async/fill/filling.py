@@ -309,8 +309,8 @@ class Recording:
             if self._trace is not None:
                 before, self._dropped = self._dropped, self._trace.count - timeline.max_events
                 dropped += max(0, self._dropped) - max(0, before)
-            found = Recorded(os.getpid(), dict(timeline.threads), events, dropped)
-        return found
+            recorded = Recorded(os.getpid(), dict(timeline.threads), events, dropped)
+        return recorded
 
     def _core_events(self, trace: CoreTrace) -> list[Event]:
         found = trace.events(self._taken)
