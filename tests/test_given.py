@@ -197,6 +197,22 @@ def test_given_batches_are_taken_by_the_core(path, orders, options):
         assert reader.get_next_batch().index.tolist() == following[0]
 
 
+def test_a_given_batch_is_put_back_while_as_many_wait_as_the_core_takes(path):
+    """As after Ctrl-C: then one more waits, and further ones must not replace it."""
+    with reader_of(path, shuffle=False) as reader:
+        reader.get_next_batch()
+        for number in range(15):
+            reader.fetch_data([number])
+        reader.get_next_batch()
+        reader.fetch_data([15])
+        assert reader._engine.delivery.put_back_turn()
+        for number in range(16, 20):
+            reader.fetch_data([number])
+        assert [reader.get_next_batch().index.tolist() for _ in range(20)] == [
+            [number] for number in range(20)
+        ]
+
+
 def test_after_many_given_batches_a_loop_begins_the_next_epoch(path):
     with reader_of(path) as reader:
         reader.get_next_batch()

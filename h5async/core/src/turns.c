@@ -527,7 +527,7 @@ static Object *give(Object *self, Object *const *arguments, intptr_t count)
     int64_t behind_loop = t->next + t->num_slots - (t->held >= 0), at = t->given_end % MAX_GIVEN;
     if (t->loops && behind_loop > serial)
         serial = behind_loop;
-    if (!t->is_lent || t->is_inside || t->given_end - t->given_begin == MAX_GIVEN - 1)
+    if (!t->is_lent || t->is_inside || t->given_end - t->given_begin >= MAX_GIVEN - 1)
         return PyBool_FromLong(0);
     if (PyObject_GetBuffer(arguments[0], &buffer, IN_C_ORDER) != 0) {
         PyErr_Clear();
