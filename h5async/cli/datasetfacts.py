@@ -19,7 +19,7 @@ from h5async.core.binding import load_core
 from h5async.errors import DatasetError, H5AsyncError
 from h5async.index.datasettable import kinds_of, table_of
 from h5async.index.groupfields import column, sparse_group
-from h5async.index.layout import DatasetLayout
+from h5async.index.layout import DatasetLayout, values_of
 from h5async.index.links import Reach, components, open_index
 from h5async.index.metadata import list_layouts, references
 from h5async.index.savedindex import NamedIndex, Wanted
@@ -41,7 +41,6 @@ from h5async.samples.fieldkind import (
     ROWS,
     SHAPE,
     TEXTS,
-    values_of,
 )
 from h5async.spelling import printable
 from h5async.system.interruptions import suppressing

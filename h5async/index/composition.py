@@ -468,3 +468,15 @@ def _shifted(first: int, ends: Int64s, shift: Int64s) -> int:
     """Return the row's position after its sequence was moved."""
     at = min(int(np.searchsorted(ends, first, side="right")), shift.size - 1)
     return first + int(shift[at]) if shift.size else first
+
+
+def widest_dtype(layouts: Sequence[DatasetLayout]) -> np.dtype[Any] | None:
+    """Return the narrowest dtype of integers that holds those of all layouts, if these differ.
+
+    None if no dtype does: of 64 bits, signed and unsigned; or if not all are integers.
+    """
+    dtypes = {layout.dtype.newbyteorder("=") for layout in layouts}
+    if len(dtypes) < 2 or any(dtype.kind not in "iu" for dtype in dtypes):
+        return None
+    widest = np.result_type(*dtypes)
+    return widest if widest.kind in "iu" else None

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.codec.filters import Filter
-from h5async.errors import ConfigError
+from h5async.errors import ConfigError, DatasetError
 from h5async.index.tables import ChunkTable, Int64s, Segments, extents_of, grid_of
 from h5async.io.source import FileStamp
 from h5async.spelling import printable
@@ -433,3 +433,12 @@ def needed_nbytes(
     for extent, size, begin in zip(shape, chunk_shape, corner, strict=True):
         last = last * size + min(size, extent - begin) - 1
     return (last + 1) * itemsize
+
+
+def values_of(fact: DatasetLayout) -> NDArray[Any]:
+    """Return the values of a fact; DatasetError if a saved index says that there are none."""
+    if fact.values is None:
+        raise DatasetError(
+            f'{fact.file}: the saved index has no values of "{fact.path}"; make it again'
+        )
+    return fact.values.view(fact.dtype)

@@ -42,7 +42,7 @@ from h5async.index.groupfields import (
     names_beside,
 )
 from h5async.index.hdf5 import OtherKindError
-from h5async.index.layout import DatasetLayout, SequenceLengths
+from h5async.index.layout import DatasetLayout, SequenceLengths, values_of
 from h5async.index.links import Reach, below, open_index
 from h5async.index.metadata import list_layouts, may_be_variable_length, read_layouts
 from h5async.index.savedindex import Wanted
@@ -69,7 +69,6 @@ from h5async.samples.fieldkind import (
     TEXTS,
     FieldKind,
     layout_of_values,
-    values_of,
 )
 from h5async.samples.sparsekind import ID
 from h5async.spelling import name_text, named

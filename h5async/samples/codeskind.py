@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from h5async.config import Field, ReaderConfig
 from h5async.errors import ConfigError, DatasetError
+from h5async.index.composition import widest_dtype
 from h5async.index.groupfields import union_of
-from h5async.index.layout import DatasetLayout
+from h5async.index.layout import DatasetLayout, values_of
 from h5async.index.links import Reach
 from h5async.index.savedindex import Wanted
 from h5async.read.executors import read_blocks, read_whole
@@ -29,8 +30,6 @@ from h5async.samples.fieldkind import (
     file_and_row,
     layout_of_values,
     texts_of,
-    values_of,
-    widest_dtype,
 )
 
 CATEGORIES_OF = "\0categories"  # suffix of a field's name for it

@@ -23,7 +23,7 @@ from h5async.core.binding import Core, address
 from h5async.errors import DamagedError, DatasetError
 from h5async.index.composition import join_layouts, joined_cf
 from h5async.index.datasettable import shared
-from h5async.index.layout import DatasetLayout
+from h5async.index.layout import DatasetLayout, values_of
 from h5async.index.links import Reach, files_of
 from h5async.index.savedindex import Wanted
 from h5async.io.source import FileStamp
@@ -484,27 +484,6 @@ def join_values(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
     first = layouts[0]
     found = layout_of_values(first.file, first.stamp, first.path, np.concatenate(arrays))
     return found.changed(cf=joined_cf(layouts))
-
-
-def widest_dtype(layouts: Sequence[DatasetLayout]) -> np.dtype[Any] | None:
-    """Return the narrowest dtype of integers that holds those of all layouts, if these differ.
-
-    None if no dtype does: of 64 bits, signed and unsigned; or if not all are integers.
-    """
-    dtypes = {layout.dtype.newbyteorder("=") for layout in layouts}
-    if len(dtypes) < 2 or any(dtype.kind not in "iu" for dtype in dtypes):
-        return None
-    widest = np.result_type(*dtypes)
-    return widest if widest.kind in "iu" else None
-
-
-def values_of(fact: DatasetLayout) -> NDArray[Any]:
-    """Return the values of a fact; DatasetError if a saved index says that there are none."""
-    if fact.values is None:
-        raise DatasetError(
-            f'{fact.file}: the saved index has no values of "{fact.path}"; make it again'
-        )
-    return fact.values.view(fact.dtype)
 
 
 def texts_of(fact: DatasetLayout) -> tuple[Any, ...]:

@@ -14,8 +14,8 @@ from h5async.config import Field, ReaderConfig, SparseField
 from h5async.core.binding import VALUE_KINDS, address, load_core
 from h5async.errors import ConfigError, DatasetError
 from h5async.index.chunks import left_to_hdf5
-from h5async.index.composition import join_layouts
-from h5async.index.layout import DatasetLayout
+from h5async.index.composition import join_layouts, widest_dtype
+from h5async.index.layout import DatasetLayout, values_of
 from h5async.index.links import Reach, files_of
 from h5async.index.savedindex import Wanted
 from h5async.index.tables import Int64s
@@ -33,8 +33,6 @@ from h5async.samples.fieldkind import (
     SparseShape,
     Transforms,
     texts_of,
-    values_of,
-    widest_dtype,
 )
 from h5async.samples.sparse import Csr
 from h5async.spelling import named
