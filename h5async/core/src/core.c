@@ -48,6 +48,7 @@
 #include "selected.c"
 #include "queue.c"
 #include "advance.c"
+#include "pyobjects.c"
 #include "turns.c"
 #include "ranges.c"
 #include "frames.c"

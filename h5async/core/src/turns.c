@@ -1,55 +1,9 @@
 /* The consumer's turns: in one call it hands a batch back, has free slots filled with the next ones,
    and takes the next. The ring of slots (deliver/slots.py) lends its state to this for the batches of a
    run, which are alike, but the last ones of its epochs, which may be short. Python calls functions of
-   its own kind, which ctypes would make slower than what they do.
+   its own kind, which ctypes would make slower than what they do. All members change while the GIL is
+   held. */
 
-   Python's functions are declared here, all of its stable interface: so no header ties a build to one
-   version of Python. All members change while the GIL is held. */
-
-typedef struct Object Object;
-typedef struct {
-    const char *name;
-    Object *(*function)(Object *self, Object *const *arguments, intptr_t count);
-    int flags;
-    const char *doc;
-} Method;
-extern Object *PyCFunction_NewEx(Method *method, Object *self, Object *module);
-extern char *PyByteArray_AsString(Object *array);
-extern Object *PyType_GenericAlloc(Object *type, intptr_t count);
-extern Object *PyTuple_Pack(intptr_t count, ...);
-extern Object *PyTuple_GetItem(Object *tuple, intptr_t at);
-extern intptr_t PyTuple_Size(Object *tuple);
-extern Object *PyDict_New(void);
-extern int PyDict_SetItem(Object *dict, Object *key, Object *value);
-extern Object *PySlice_New(Object *start, Object *stop, Object *step);
-extern Object *PyObject_GetItem(Object *object, Object *key);
-extern void PyErr_Clear(void);
-extern Object *PyLong_FromLongLong(long long value);
-extern long long PyLong_AsLongLong(Object *object);
-extern Object *PyBool_FromLong(long value);
-extern Object *PyObject_CallFunctionObjArgs(Object *function, ...);
-extern int PyObject_SetAttr(Object *object, Object *name, Object *value);
-extern int PyList_Append(Object *list, Object *item);
-extern Object *PyList_GetItem(Object *list, intptr_t at);
-extern int PyList_SetItem(Object *list, intptr_t at, Object *item);
-typedef struct { /* Py_buffer */
-    void *memory;
-    Object *owner;
-    intptr_t nbytes, itemsize;
-    int is_readonly, rank;
-    char *format;
-    intptr_t *shape, *strides, *suboffsets;
-    void *internal;
-} Buffer;
-extern int PyObject_GetBuffer(Object *object, Buffer *buffer, int flags);
-extern void PyBuffer_Release(Buffer *buffer);
-extern void Py_IncRef(Object *object);
-extern void Py_DecRef(Object *object);
-extern int PyErr_CheckSignals(void);
-extern void *PyEval_SaveThread(void);
-extern void PyEval_RestoreThread(void *thread);
-enum { METH_FASTCALL = 0x80, METH_NOARGS = 0x4 };
-enum { IN_C_ORDER = 0x4 | 0x8 /* PyBUF_FORMAT | PyBUF_ND */ };
 enum { MAX_WAITS = 4096, MAX_GIVEN = 16 }; /* read/queue.py declares them, too */
 
 /* The batches of an epoch: the first ones are at positions from `begin` on; the last one has
@@ -299,43 +253,6 @@ static int await_next(Turns *t, int may_wait)
     return tell_left(t) ? 0 : -1;
 }
 
-static Object *new_part(int64_t count)
-{
-    Object *end = PyLong_FromLongLong(count), *part = end ? PySlice_New(NULL, end, NULL) : NULL;
-    Py_DecRef(end);
-    return part;
-}
-
-/* Set members to what `pairs`, a tuple, has behind the name of each: to a part of it, unless NULL. */
-static int set_members(Object *made, Object *pairs, Object *part)
-{
-    int are_set = 1;
-    for (intptr_t i = 0, count = PyTuple_Size(pairs); are_set && i < count; i += 2) {
-        Object *value = PyTuple_GetItem(pairs, i + 1);
-        if (part)
-            value = PyObject_GetItem(value, part);
-        are_set = value && PyObject_SetAttr(made, PyTuple_GetItem(pairs, i), value) == 0;
-        if (part)
-            Py_DecRef(value);
-    }
-    return are_set;
-}
-
-/* Return samples that several arrays describe; see FieldKind.views. */
-static Object *new_samples(Object *of, int64_t count)
-{
-    const int64_t *where = (const int64_t *)(intptr_t)PyLong_AsLongLong(PyTuple_GetItem(of, 0));
-    Object *made = PyType_GenericAlloc(PyTuple_GetItem(of, 1), 0);
-    Object *rows = new_part(where[count]), *offsets = new_part(count + 1);
-    int is_made = made && rows && offsets && set_members(made, PyTuple_GetItem(of, 2), NULL) &&
-                  set_members(made, PyTuple_GetItem(of, 3), rows) &&
-                  set_members(made, PyTuple_GetItem(of, 4), offsets);
-    Py_DecRef(rows), Py_DecRef(offsets);
-    if (!is_made)
-        Py_DecRef(made);
-    return is_made ? made : NULL;
-}
-
 /* Return what a batch delivers of a slot, by name; NULL, without an exception: there is no memory. */
 static Object *new_views(const Turns *t, int64_t slot, int64_t count)
 {
@@ -503,19 +420,6 @@ static Object *ask(Object *self, Object *const *arguments, intptr_t count)
     return PyLong_FromLongLong(1 + is_last);
 }
 
-/* Whether a buffer has numbers of samples of NumPy's int64, as many as a batch may have. */
-static int are_samples(const Turns *t, const Buffer *buffer)
-{
-    uint64_t most = 0;
-    const char *format = buffer->format;
-    if (buffer->rank != 1 || buffer->itemsize != 8 || !(*format == 'l' || *format == 'q') || format[1] ||
-        buffer->nbytes == 0 || buffer->nbytes / 8 > t->queue->jobs[0].rows)
-        return 0;
-    for (int64_t i = 0; i < buffer->nbytes / 8; i++)
-        most = ((const uint64_t *)buffer->memory)[i] > most ? ((const uint64_t *)buffer->memory)[i] : most;
-    return most < (uint64_t)t->num_samples; /* and none is below 0 */
-}
-
 /* Request a batch of given samples: an array, the first argument, that nobody changes any more. Where its
    turn comes, slots.py says. Returns whether it did; not where anything is wrong with the samples. */
 static Object *give(Object *self, Object *const *arguments, intptr_t count)
@@ -533,7 +437,7 @@ static Object *give(Object *self, Object *const *arguments, intptr_t count)
         PyErr_Clear();
         return PyBool_FromLong(0);
     }
-    int is_good = are_samples(t, &buffer);
+    int is_good = are_samples(&buffer, t->queue->jobs[0].rows, t->num_samples);
     if (is_good) {
         Py_IncRef(arguments[0]);
         PyList_SetItem(t->samples, at, arguments[0]);

@@ -1,0 +1,97 @@
+/* Makes objects of Python. Its functions are declared here, all of its stable interface: so no header
+   ties a build to one version of Python. */
+
+typedef struct Object Object;
+typedef struct {
+    const char *name;
+    Object *(*function)(Object *self, Object *const *arguments, intptr_t count);
+    int flags;
+    const char *doc;
+} Method;
+extern Object *PyCFunction_NewEx(Method *method, Object *self, Object *module);
+extern char *PyByteArray_AsString(Object *array);
+extern Object *PyType_GenericAlloc(Object *type, intptr_t count);
+extern Object *PyTuple_Pack(intptr_t count, ...);
+extern Object *PyTuple_GetItem(Object *tuple, intptr_t at);
+extern intptr_t PyTuple_Size(Object *tuple);
+extern Object *PyDict_New(void);
+extern int PyDict_SetItem(Object *dict, Object *key, Object *value);
+extern Object *PySlice_New(Object *start, Object *stop, Object *step);
+extern Object *PyObject_GetItem(Object *object, Object *key);
+extern void PyErr_Clear(void);
+extern Object *PyLong_FromLongLong(long long value);
+extern long long PyLong_AsLongLong(Object *object);
+extern Object *PyBool_FromLong(long value);
+extern Object *PyObject_CallFunctionObjArgs(Object *function, ...);
+extern int PyObject_SetAttr(Object *object, Object *name, Object *value);
+extern int PyList_Append(Object *list, Object *item);
+extern Object *PyList_GetItem(Object *list, intptr_t at);
+extern int PyList_SetItem(Object *list, intptr_t at, Object *item);
+typedef struct { /* Py_buffer */
+    void *memory;
+    Object *owner;
+    intptr_t nbytes, itemsize;
+    int is_readonly, rank;
+    char *format;
+    intptr_t *shape, *strides, *suboffsets;
+    void *internal;
+} Buffer;
+extern int PyObject_GetBuffer(Object *object, Buffer *buffer, int flags);
+extern void PyBuffer_Release(Buffer *buffer);
+extern void Py_IncRef(Object *object);
+extern void Py_DecRef(Object *object);
+extern int PyErr_CheckSignals(void);
+extern void *PyEval_SaveThread(void);
+extern void PyEval_RestoreThread(void *thread);
+enum { METH_FASTCALL = 0x80, METH_NOARGS = 0x4 };
+enum { IN_C_ORDER = 0x4 | 0x8 /* PyBUF_FORMAT | PyBUF_ND */ };
+
+/* Whether a buffer has numbers of samples of NumPy's int64, `most_rows` at most. */
+static int are_samples(const Buffer *buffer, int64_t most_rows, int64_t num_samples)
+{
+    uint64_t most = 0;
+    const char *format = buffer->format;
+    if (buffer->rank != 1 || buffer->itemsize != 8 || !(*format == 'l' || *format == 'q') || format[1] ||
+        buffer->nbytes == 0 || buffer->nbytes / 8 > most_rows)
+        return 0;
+    for (int64_t i = 0; i < buffer->nbytes / 8; i++)
+        most = ((const uint64_t *)buffer->memory)[i] > most ? ((const uint64_t *)buffer->memory)[i] : most;
+    return most < (uint64_t)num_samples; /* and none is below 0 */
+}
+
+static Object *new_part(int64_t count)
+{
+    Object *end = PyLong_FromLongLong(count), *part = end ? PySlice_New(NULL, end, NULL) : NULL;
+    Py_DecRef(end);
+    return part;
+}
+
+/* Set members to what `pairs`, a tuple, has behind the name of each: to a part of it, unless NULL. */
+static int set_members(Object *made, Object *pairs, Object *part)
+{
+    int are_set = 1;
+    for (intptr_t i = 0, count = PyTuple_Size(pairs); are_set && i < count; i += 2) {
+        Object *value = PyTuple_GetItem(pairs, i + 1);
+        if (part)
+            value = PyObject_GetItem(value, part);
+        are_set = value && PyObject_SetAttr(made, PyTuple_GetItem(pairs, i), value) == 0;
+        if (part)
+            Py_DecRef(value);
+    }
+    return are_set;
+}
+
+/* Return samples that several arrays describe; see FieldKind.views. */
+static Object *new_samples(Object *of, int64_t count)
+{
+    const int64_t *where = (const int64_t *)(intptr_t)PyLong_AsLongLong(PyTuple_GetItem(of, 0));
+    Object *made = PyType_GenericAlloc(PyTuple_GetItem(of, 1), 0);
+    Object *rows = new_part(where[count]), *offsets = new_part(count + 1);
+    int is_made = made && rows && offsets && set_members(made, PyTuple_GetItem(of, 2), NULL) &&
+                  set_members(made, PyTuple_GetItem(of, 3), rows) &&
+                  set_members(made, PyTuple_GetItem(of, 4), offsets);
+    Py_DecRef(rows), Py_DecRef(offsets);
+    if (!is_made)
+        Py_DecRef(made);
+    return is_made ? made : NULL;
+}
