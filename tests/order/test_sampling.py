@@ -72,6 +72,17 @@ def test_huge_sizes_are_injective_and_in_range(size: int, where: str) -> None:
     assert np.unique(found).size == count
 
 
+EDGES = (4097, 65_536**2 // 2, 2**31 - 46_341, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 1, 2**32 + 1)
+
+
+@pytest.mark.parametrize("size", [*EDGES, *HUGE_SIZES])
+def test_the_core_and_its_twin_agree(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    positions = np.concatenate([np.arange(100), size - 1 - np.arange(100), [size // 2]])
+    found = permute(positions, size, 5, 1)
+    monkeypatch.setattr("h5async.order.selection.load_core", lambda: None)
+    assert np.array_equal(found, permute(positions, size, 5, 1))
+
+
 # --- pure ------------------------------------------------------------------------------------
 
 

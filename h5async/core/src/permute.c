@@ -2,11 +2,13 @@
 
 enum { ROUNDS = 6, LANES = 4, MAX_LANES = 32 };
 
+static const uint64_t FIRST_FACTOR = 0xBF58476D1CE4E5B9u, SECOND_FACTOR = 0x94D049BB133111EBu;
+
 ALWAYS_INLINE uint64_t hash64(uint64_t x)
 {
-    x *= 0xBF58476D1CE4E5B9u;
+    x *= FIRST_FACTOR;
     x ^= x >> 32;
-    return x * 0x94D049BB133111EBu;
+    return x * SECOND_FACTOR;
 }
 
 ALWAYS_INLINE uint64_t shifted(uint64_t half, uint64_t other, uint64_t modulus, uint64_t key)
@@ -15,10 +17,23 @@ ALWAYS_INLINE uint64_t shifted(uint64_t half, uint64_t other, uint64_t modulus, 
     return half - (modulus & -(uint64_t)(half >= modulus)); /* no branch: it could not be predicted */
 }
 
-/* Numbers below `count`; `a` * `b` is a few more. */
+/* Numbers below `count`; `a` * `b` is a few more. Where that is at most 2**31, x / `a` is x * `factor`
+   >> `shift`; else `factor` is 0. */
 typedef struct {
-    uint64_t count, a, b;
+    uint64_t count, a, b, factor;
+    int shift;
 } Domain;
+
+static Domain domain_of(uint64_t count, uint64_t a, uint64_t b)
+{
+    Domain d = {.count = count, .a = a, .b = b, .shift = 31};
+    if (a > (uint64_t)1 << 31 || b > ((uint64_t)1 << 31) / a)
+        return d;
+    while ((uint64_t)1 << (d.shift - 31) < a)
+        d.shift++;
+    d.factor = (((uint64_t)1 << d.shift) + a - 1) / a;
+    return d;
+}
 
 /* Several numbers at a time: one alone waits for its products. `lanes` is known to the compiler, which
    has them in vectors where the processor multiplies these. `own`: the `a` and then the `b` of each, in
@@ -29,9 +44,12 @@ ALWAYS_INLINE void feistel_lanes(uint64_t *x, int lanes, Domain d, const uint64_
     uint64_t right[MAX_LANES], left[MAX_LANES], all = d.a;
     for (int j = 0; j < lanes; j++)
         all |= x[j];
-    for (int j = 0; j < lanes && all >> 32; j++)
+    const int is_multiplied = own == NULL && d.factor != 0;
+    for (int j = 0; j < lanes && is_multiplied; j++)
+        right[j] = x[j] * d.factor >> d.shift;
+    for (int j = 0; j < lanes && !is_multiplied && all >> 32; j++)
         right[j] = x[j] / (own ? own[0][j] : d.a);
-    for (int j = 0; j < lanes && !(all >> 32); j++) /* exact: no quotient is rounded up to a number */
+    for (int j = 0; j < lanes && !is_multiplied && !(all >> 32); j++) /* exact: none is rounded up */
         right[j] = (uint64_t)((double)x[j] / (double)(own ? own[0][j] : d.a));
     for (int j = 0; j < lanes; j++)
         left[j] = x[j] - right[j] * (own ? own[0][j] : d.a);
@@ -44,6 +62,58 @@ ALWAYS_INLINE void feistel_lanes(uint64_t *x, int lanes, Domain d, const uint64_
     for (int j = 0; j < lanes; j++)
         x[j] = right[j] * (own ? own[0][j] : d.a) + left[j];
 }
+
+#if defined(AVX2)
+/* `shifted`, where the processor multiplies numbers of 32 bits, as all here but `key` are: that has been
+   multiplied by the first factor. */
+AVX2 ALWAYS_INLINE __m256i shifted_avx2(__m256i half, __m256i other, __m256i modulus, __m256i key)
+{
+    const __m256i first = _mm256_set1_epi64x((int64_t)FIRST_FACTOR);
+    const __m256i second = _mm256_set1_epi64x((int64_t)SECOND_FACTOR);
+    __m256i x = _mm256_mul_epu32(other, _mm256_srli_epi64(first, 32)), upper;
+    x = _mm256_add_epi64(_mm256_slli_epi64(x, 32), _mm256_mul_epu32(other, first));
+    x = _mm256_add_epi64(x, key);
+    upper = _mm256_srli_epi64(x, 32);
+    x = _mm256_xor_si256(x, upper);
+    upper = _mm256_add_epi64(_mm256_mul_epu32(upper, second),
+                             _mm256_mul_epu32(x, _mm256_srli_epi64(second, 32)));
+    upper = _mm256_add_epi64(upper, _mm256_srli_epi64(_mm256_mul_epu32(x, second), 32));
+    upper = _mm256_srli_epi64(_mm256_mul_epu32(upper, modulus), 32);
+    half = _mm256_add_epi64(half, upper);
+    return _mm256_min_epu32(half, _mm256_sub_epi64(half, modulus)); /* below 0, it is large */
+}
+
+enum { VECTORS = 4 };
+
+/* feistel_lanes, of a domain with a factor, for multiples of 4 * VECTORS lanes. */
+AVX2 static void feistel_avx2(uint64_t *x, int lanes, Domain d, const uint64_t *names, const uint64_t *keys)
+{
+    const __m256i factor = _mm256_set1_epi64x((int64_t)d.factor);
+    const __m256i a = _mm256_set1_epi64x((int64_t)d.a), b = _mm256_set1_epi64x((int64_t)d.b);
+    for (int begin = 0; begin < lanes; begin += 4 * VECTORS) {
+        __m256i left[VECTORS], right[VECTORS], name[VECTORS], *at = (__m256i *)(void *)(x + begin);
+        uint64_t multiplied[4 * VECTORS];
+        for (int j = 0; j < 4 * VECTORS; j++)
+            multiplied[j] = names[begin + j] * FIRST_FACTOR;
+        memcpy(name, multiplied, sizeof name);
+        for (int j = 0; j < VECTORS; j++) {
+            __m256i all = _mm256_loadu_si256(at + j);
+            right[j] = _mm256_srli_epi64(_mm256_mul_epu32(all, factor), d.shift);
+            left[j] = _mm256_sub_epi64(all, _mm256_mul_epu32(right[j], a));
+        }
+        for (int i = 0; i < ROUNDS; i += 2) {
+            const __m256i even = _mm256_set1_epi64x((int64_t)(keys[i] * FIRST_FACTOR));
+            const __m256i odd = _mm256_set1_epi64x((int64_t)(keys[i + 1] * FIRST_FACTOR));
+            for (int j = 0; j < VECTORS; j++)
+                left[j] = shifted_avx2(left[j], right[j], a, _mm256_add_epi64(name[j], even));
+            for (int j = 0; j < VECTORS; j++)
+                right[j] = shifted_avx2(right[j], left[j], b, _mm256_add_epi64(name[j], odd));
+        }
+        for (int j = 0; j < VECTORS; j++)
+            _mm256_storeu_si256(at + j, _mm256_add_epi64(_mm256_mul_epu32(right[j], a), left[j]));
+    }
+}
+#endif
 
 /* Permute one number again, until it is in the domain. */
 static uint64_t permute_into(uint64_t x, Domain d, uint64_t name, const uint64_t *keys)
@@ -76,13 +146,16 @@ AVX512 static int64_t permute_avx512(uint64_t *numbers, int64_t n, Domain d, con
 PUBLIC int64_t h5async_permute(uint64_t *numbers, int64_t n, uint64_t count, uint64_t a, uint64_t b,
                                const uint64_t *keys)
 {
-    const Domain d = {count, a, b};
     int64_t i = 0;
     if (a == 0 || b == 0 || count == 0)
         return 0;
+    const Domain d = domain_of(count, a, b);
 #if defined(AVX512)
     if (HAS_AVX512())
         i = permute_avx512(numbers, n, d, keys);
+    else if (HAS_AVX2() && d.factor != 0)
+        for (; i + MAX_LANES <= n; i += MAX_LANES)
+            feistel_avx2(numbers + i, MAX_LANES, d, NO_NAMES, keys);
 #endif
     i += permute_lanes(numbers + i, n - i, LANES, d, keys);
     permute_lanes(numbers + i, n - i, 1, d, keys);
