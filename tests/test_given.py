@@ -213,6 +213,20 @@ def test_a_given_batch_is_put_back_while_as_many_wait_as_the_core_takes(path):
         ]
 
 
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_an_epoch_that_goes_on_behind_given_batches_has_statistics(path, num_threads):
+    with reader_of(path, num_threads=num_threads) as reader:
+        reader.get_next_batch()
+        state = reader.state_dict()
+        reader.get_next_batch()
+        reader.load_state_dict(state)
+        for number in range(5):
+            reader.fetch_data([number])
+        numbers = [reader.get_next_batch().number for _ in range(9)]
+        assert numbers == [-1] * 5 + [1, 2, 3, 4]
+        assert [reader.stats(epoch=back).batches for back in (-1, -2)] == [4, 2]
+
+
 def test_after_many_given_batches_a_loop_begins_the_next_epoch(path):
     with reader_of(path) as reader:
         reader.get_next_batch()

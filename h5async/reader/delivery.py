@@ -148,7 +148,7 @@ class Delivery:
         following, _, _, _, course, _ = ring.consumer
         if turns.is_lent:
             return False
-        epoch, number, _ = course.position(following)
+        epoch, number, _ = course.schedule.position(following)  # of the run, behind given samples
         if self._waiting or not counts.waits.have_begun:
             return False
         if counts.open_epoch != epoch and (counts.open_epoch >= 0 or number):
