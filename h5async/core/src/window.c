@@ -255,7 +255,8 @@ ALWAYS_INLINE int64_t find_lanes(const Window *w, int64_t first_round, const uin
                                  int64_t count, int lanes, int is_even, int64_t *samples)
 {
     const double size = (double)w->size, window = (double)w->window;
-    const Domain d = {(uint64_t)w->size, w->root, ((uint64_t)w->size + w->root - 1) / w->root};
+    const uint64_t in_unit = (uint64_t)w->size;
+    const Domain d = {.count = in_unit, .a = w->root, .b = (in_unit + w->root - 1) / w->root};
     int64_t done = 0;
     for (; done + lanes <= count; done += lanes) {
         uint64_t x[MAX_LANES], unit[MAX_LANES], names[MAX_LANES], own[2][MAX_LANES];
@@ -294,7 +295,9 @@ ALWAYS_INLINE int64_t find_lanes(const Window *w, int64_t first_round, const uin
         for (int j = 0; j < lanes; j++)
             are_outside |= x[j] >= (uint64_t)sizes[j];
         for (int j = 0; j < lanes && are_outside; j++) {
-            Domain its = {(uint64_t)sizes[j], differ ? own[0][j] : d.a, differ ? own[1][j] : d.b};
+            Domain its = {.count = (uint64_t)sizes[j],
+                          .a = differ ? own[0][j] : d.a,
+                          .b = differ ? own[1][j] : d.b};
             x[j] = permute_into(x[j], its, names[j], w->keys);
         }
         for (int j = 0; j < lanes; j++)
