@@ -159,7 +159,7 @@ def test_a_jump_is_made_or_not_made(path, num_threads, what):
     with AsyncReader(hdf5_path=path, **options) as reader:
         reader.set_epoch(3)
         state, turns = reader.state_dict(), set()
-        for place in range(1, 180):
+        for place in range(1, 300):
             reader.set_epoch(1)
             for _ in range(2):
                 reader.get_next_batch()
