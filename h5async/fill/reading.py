@@ -356,7 +356,10 @@ class BatchReader:
         if collection is None or index.size > self.slots.rows:
             return False
         raw, out, _ = memory
-        batch = spare.pop() if spare else collection.new_batch(raw, out, self.slots.rows)
+        try:
+            batch = spare.pop()
+        except IndexError:  # asked first, another thread could take the last one before `pop`
+            batch = collection.new_batch(raw, out, self.slots.rows)
         with self._scratch() as scratch:
             self._work_on(NO_FIELD, scratch)
             found = collection.read_samples(batch, raw, out, index, draw, scratch)
