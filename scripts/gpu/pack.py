@@ -22,7 +22,7 @@ from carried import FOR_PYTHON, ROOT, WHEELS
 
 TAGS = ("2_28", "2_27", "2_24", "2_17", "2_12", "2_5", "2014", "1")
 PRESENT = ("h5py", "numpy")  # on that machine
-LARGE = ("hdf5plugin",)  # left out: tests that need it skip
+TOOLS = ("hypothesis", "pytest")  # of the extra "test"; tests that need more of it skip
 UNBUILT = ("build", "wheels", "tests", "scripts", "sample_data")  # of the tree
 MAX_NBYTES = 64 << 20  # of the wheels, and of the tree that travels with them
 
@@ -41,7 +41,7 @@ def pack() -> None:
         for name in PRESENT:
             for wheel in fresh.glob(f"{name}-*.whl"):
                 wheel.unlink()
-        for wheel in fresh.glob("nvidia_libnvcomp_*.whl"):
+        for wheel in (*fresh.glob("nvidia_libnvcomp_*.whl"), *fresh.glob("imagecodecs-*.whl")):
             trim(wheel)
         build(fresh)
         shutil.rmtree(WHEELS, ignore_errors=True)
@@ -52,12 +52,12 @@ def pack() -> None:
 
 
 def requirements() -> list[str]:
-    """Return what h5async and its tests need, and nvCOMP."""
+    """Return what h5async and the tests of a GPU need, and nvCOMP."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *extras["test"], *extras["nvcomp13"]]
-    return [one for one in wanted if not one.startswith(("h5async", *LARGE))]
+    tools = [one for one in extras["test"] if one.startswith(TOOLS)]
+    return [*project["dependencies"], *tools, *extras["nvcomp13"]]
 
 
 def download(wanted: list[str], folder: Path) -> None:
@@ -72,15 +72,17 @@ def download(wanted: list[str], folder: Path) -> None:
 
 
 def trim(wheel: Path) -> None:
-    """Write nvCOMP's wheel again with the library that h5async calls, without what else it has."""
+    """Write a wheel again, packed tighter; nvCOMP's with the library that h5async calls alone."""
     small = wheel.with_suffix(".part")
     records = io.StringIO()
     lines = csv.writer(records, lineterminator="\n")
     with (
         zipfile.ZipFile(wheel) as source,
-        zipfile.ZipFile(small, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as target,
+        zipfile.ZipFile(small, "w", zipfile.ZIP_LZMA) as target,
     ):
-        kept = [name for name in source.namelist() if is_kept(name)]
+        is_nvcomp = wheel.name.startswith("nvidia_libnvcomp_")
+        names = [name for name in source.namelist() if not name.endswith(".dist-info/RECORD")]
+        kept = [name for name in names if not is_nvcomp or is_kept(name)]
         for name in kept:
             data = source.read(name)
             digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
@@ -89,7 +91,7 @@ def trim(wheel: Path) -> None:
         record = next(name for name in source.namelist() if name.endswith(".dist-info/RECORD"))
         lines.writerow((record, "", ""))
         target.writestr(record, records.getvalue())
-    if not any("/lib64/libnvcomp.so" in name for name in kept):
+    if is_nvcomp and not any("/lib64/libnvcomp.so" in name for name in kept):
         raise SystemExit(f"{wheel.name} holds no libnvcomp.so where h5async looks for it")
     small.replace(wheel)
 
