@@ -245,6 +245,8 @@ def test_these_tests_see_a_missing_guard(cupy, spin, path, guard, monkeypatch):
     import h5async.deliver.cuda
 
     monkeypatch.setattr(h5async.deliver.cuda.CudaSlot, guard, lambda self: None)
+    if guard == "wait_writable":
+        monkeypatch.setattr(h5async.deliver.cuda.CudaSlot, "is_writable", lambda self: True)
     stream = cupy.cuda.Stream(non_blocking=True)
     fields = {"x": "X", "values": RAGGED["values"], "dense": SPARSE["dense"]}
     with (

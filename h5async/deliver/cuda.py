@@ -177,6 +177,11 @@ class CudaSlot(DeviceSlot):
             field.warm_up()
         self._gpu.cupy.cuda.get_current_stream().synchronize()
 
+    def is_writable(self) -> bool:
+        """Tell whether the last upload out of the host arrays is done. Never blocks."""
+        with self._gpu.working("an upload failed"):
+            return self._uploaded.is_done()
+
     def wait_writable(self) -> None:
         """Block until the last upload out of the host arrays is done."""
         with self._gpu.working("an upload failed"):

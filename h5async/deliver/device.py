@@ -172,6 +172,10 @@ class DeviceSlot:
         self._parts = parts
         self._copies: Sequence[Any] = ()  # events of the caller's work with the last batch
 
+    def is_writable(self) -> bool:
+        """Tell whether the host arrays may be overwritten now. Never blocks."""
+        return self._pinning is None or self._pinning.are_done(self._copies)
+
     def wait_writable(self) -> None:
         """Block until the host arrays may be overwritten; in a worker."""
         if self._pinning is not None:
@@ -334,6 +338,12 @@ class Pinning:
                 event.record(cuda.current_stream(device))
                 events.append(event)
         return events
+
+    def are_done(self, events: Iterable[Any]) -> bool:
+        """Tell whether `wait` would return at once; False also if a GPU fails."""
+        with suppressing(Exception):
+            return all(event.query() for event in events)
+        return False
 
     def wait(self, events: Iterable[Any]) -> None:
         """Wait for the events of `record`; `DeviceError` if a GPU fails."""

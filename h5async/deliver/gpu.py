@@ -256,6 +256,10 @@ class Event:
         """Have a stream wait for the event before its later work."""
         self._runtime.streamWaitEvent(stream, self.address)
 
+    def is_done(self) -> bool:
+        """Tell whether the stream has come to the event, without waiting for it."""
+        return int(self._runtime.eventQuery(self.address)) == 0  # others: not yet, or an error
+
     def synchronize(self) -> None:
         """Wait for the event."""
         self._runtime.eventSynchronize(self.address)

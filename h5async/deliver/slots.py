@@ -386,6 +386,13 @@ class SlotRing(Generic[Result]):
             found = [Assignment(e.slot, s) for s, e in self._entries.items() if not e.is_ready]
         return found
 
+    def awaits(self, slot: int, serial: int) -> bool:
+        """Tell whether a slot was given to a batch, and it is not filled yet."""
+        with self.lock:
+            entry = self._entries.get(serial)
+            is_awaited = entry is not None and entry.slot == slot and not entry.is_ready
+        return is_awaited
+
     def filled(self, serial: int, result: Result) -> None:
         """Say that an assignment was carried out, with or without an error. Never blocks."""
         with self.lock:

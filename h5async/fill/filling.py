@@ -141,10 +141,10 @@ class Filler:
             damage.lasts, damage.is_skipped = not is_drawn, config.on_error == "skip"
             assembly = Assembly(opened.kinds, samplings.rows, self._reader.first_samples)
             self.submissions: Submissions | None = None
-            queue = self._reader.open_queue() if slots.are_writable else None
+            queue = self._reader.open_queue() if slots.has_queue else None
             if queue is not None and self._resident is None:
                 needs_python = postprocess is not None or not self._reader.transforms_all
-                needs_python |= assembly.needs_work
+                needs_python |= assembly.needs_work or not slots.are_writable
                 self.submissions = Submissions(queue, self._reader, assembly, needs_python)
             pool = self._pool = WorkPool(
                 num_threads, self._find_work, calls.on_crash, self.submissions
@@ -204,6 +204,10 @@ class Filler:
     def fill(self, request: FillRequest) -> None:
         """Fill a slot. Never blocks. Safe to call from any thread."""
         self._pool.add(request.serial, [partial(self._phases.begin, request)])
+
+    def do_later(self, serial: int, work: Work) -> None:
+        """Have a thread do what a batch needs first. Never blocks. Safe to call from any thread."""
+        self._pool.add(serial, [work])
 
     def read(self, index: NDArray[np.int64], memory: SlotMemory) -> FillOutcome:
         """Read samples in the calling thread, while other work is under way, to memory for them."""

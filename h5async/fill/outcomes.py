@@ -43,13 +43,15 @@ class Slots:
 
     `memory` is empty after the end, as the caller may still hold a batch. `new_memory` returns host
     memory for pixels, from which a device uploads. If slots `are_writable` at any time,
-    `before_fill` need not be called.
+    `before_fill` need not be called, nor `on_done` if the core fills a batch alone. `has_queue`:
+    their owner submits batches to the core's queue.
     """
 
     memory: Sequence[SlotMemory]
     rows: int
     new_memory: Callable[[int], NDArray[np.uint8]] = plain_memory
     are_writable: bool = False
+    has_queue: bool = False
 
 
 class OnDevice(NamedTuple):

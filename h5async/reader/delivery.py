@@ -34,6 +34,7 @@ from h5async.io.shared import plain_memory
 from h5async.observe.readercounts import ReaderCounts, SkippedSamples, Work
 from h5async.order.rows import SpanRows
 from h5async.order.sampling import FillRequest
+from h5async.order.selection import NO_SAMPLES
 from h5async.read.queue import MAX_GIVEN
 from h5async.reader.batch import Batch, Batches, Epoch, expire, next_run
 from h5async.reader.position import ReaderPosition
@@ -242,8 +243,26 @@ class Delivery:
         *,
         is_helped: bool = False,
     ) -> None:
+        is_writable_at_once, slots = self._device.is_writable_at_once, self._setup.slots
         for request in self._requests(assignments):
-            submissions.submit(request, is_helped=is_helped)
+            if is_writable_at_once or slots[request.slot].is_writable():
+                submissions.submit(request, is_helped=is_helped)
+            else:
+                assert isinstance(self._filler, Filler)
+                self._filler.do_later(request.serial, partial(self._submit_later, request))
+
+    def _submit_later(self, request: FillRequest) -> None:
+        """Submit a batch to a slot once that may be written to, if it is wanted then."""
+        try:
+            self.wait_writable(request.slot)
+        except Exception as error:
+            if interruption(error) is not None:
+                raise
+            self.on_done(request, FillOutcome(NO_SAMPLES, (), error))
+            return
+        with self._ring.lock:
+            if self._submissions is not None and self._ring.awaits(request.slot, request.serial):
+                self._submissions.submit(request)
 
     def next_requests(self) -> list[FillRequest]:
         """Return the requests for free slots."""

@@ -114,7 +114,7 @@ class Engine:
             setup.opened,
             setup.samplings,
             setup.transforms,
-            Slots(memory, setup.rows, device.host_memory, device.is_writable_at_once),
+            Slots(memory, setup.rows, device.host_memory, device.is_writable_at_once, True),
             setup.memory_plan,
             calls,
             OnDevice(left, setup.device_policy.plan_columns, setup.device_cache),

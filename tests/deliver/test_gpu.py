@@ -146,6 +146,8 @@ def test_several_readers_at_once(cupy, spin, images):
 @pytest.mark.parametrize("guard", ["release", "wait_writable", "acquire"])
 def test_these_tests_see_a_missing_guard(cupy, spin, images, guard, monkeypatch):
     monkeypatch.setattr(h5async.deliver.cuda.CudaSlot, guard, lambda self: None)
+    if guard == "wait_writable":
+        monkeypatch.setattr(h5async.deliver.cuda.CudaSlot, "is_writable", lambda self: True)
     stream = cupy.cuda.Stream(non_blocking=True)
     with AsyncReader(hdf5_path=images, batch_size=BATCH, prefetch=1, device="cuda") as reader:
         poison(reader)

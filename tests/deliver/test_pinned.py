@@ -117,6 +117,9 @@ class FakeEvent:
     def record(self, stream):
         self.todo = len(stream.queue)
 
+    def query(self):
+        return self.todo == 0
+
     def synchronize(self):
         self.cuda.waiting.set()
         assert self.cuda.may_run.wait(200)
@@ -252,6 +255,7 @@ def test_a_fault_of_the_gpu_is_a_device_error(path, cuda, monkeypatch, when):
     with AsyncReader(**options(path, prefetch=1, timeout=60)) as reader:
         reader.get_next_batch()
         monkeypatch.setattr(FakeEvent, when, fail)
+        monkeypatch.setattr(FakeEvent, "query", fail)
         monkeypatch.setattr(cuda, "synchronize", fail)
         with pytest.raises(DeviceError, match="an illegal memory access"):
             reader.get_next_batch()
