@@ -212,7 +212,7 @@ class Delivery:
         run = None if turns is None else turns.run
         if turns is None or run is None or wanted[3:6:2] != (has_threads, has_threads):
             return None
-        number = run.epochs.epoch_beginning(turns.next_in_run)
+        number = run.epochs.epoch_beginning(turns.struct.next_in_run)
         if number is None:
             return None
         return Epoch(self._position, self._ring, run.epoch + number, get_next_batch, run)
