@@ -53,6 +53,19 @@ class SlotBatch:
     offsets: dict[int, Int64s] = field(default_factory=dict)
 
 
+class Reading(NamedTuple):
+    """What one thread reads samples with at once: a plan, its targets, a worker, and their owners.
+
+    The first ones are addresses. See core/src/given.c.
+    """
+
+    plan: int
+    targets: int
+    worker: int
+    batch: SlotBatch
+    scratch: Scratch
+
+
 class BatchQueue:
     """Batches to be read, at most one per slot. Safe to use from many threads.
 
@@ -378,7 +391,8 @@ class Turns:
     if that is the last of its epoch. `give` requests one of samples in a new array, and returns
     whether it did: not if that has anything but int64 below `num_samples`. `fill_own` fills a
     batch, by its serial, that was submitted as the consumer's own, if it is cheap and the state is
-    not lent. `on_epoch` is called when the last batch of one was taken.
+    not lent. `on_epoch` is called when the last batch of one was taken. `read` returns a batch that
+    lasts of such samples, read in the calling thread, any one; False if it could not.
     """
 
     def __init__(
@@ -401,7 +415,9 @@ class Turns:
         self.give: Callable[[Any], bool]
         self.put_back: Callable[[], bool]
         self.fill_own: Callable[[int], bool]
-        self.take, self.ask, self.give, self.put_back, self.fill_own = core.turns_of(self._memory)
+        self.read: Callable[[Any], Any]
+        functions = core.turns_of(self._memory)
+        self.take, self.ask, self.give, self.put_back, self.fill_own, self.read = functions
         self._slots = np.zeros(queue.num_slots, np.int64)
         self._waits_ns = np.zeros(MAX_WAITS, np.int64)
         # By column: rows of all batches taken by `take`, if it is ragged, and before an epoch.
@@ -423,6 +439,19 @@ class Turns:
         struct.index, struct.samples = map(id, self._keep[6:])
         struct.held, struct.num_samples = -1, num_samples
         struct.draw, self._draw = None if draw is None else address(draw), draw
+        struct.is_open = True
+
+    def may_read(
+        self, fields: tuple[tuple[Any, ...], ...], spare: list[Reading], lasting: Any
+    ) -> None:
+        """Have `read` read from now on; `lasting` makes what else its batches have, as a run does.
+
+        `fields` are, by field: the name, the shape and dtype of its rows, and those of rows as
+        read, if they are others. Each call uses one of `spare`, if there is any.
+        """
+        struct, self._keep_to_read = self._struct, (fields, spare, (lasting,))
+        struct.fields, struct.spare, struct.lasting = map(id, self._keep_to_read)
+        struct.array = id(np.ndarray)
 
     def on_epoch(self, function: Callable[[], object] | None) -> None:
         """Set what is called when an epoch ends, while the state is lent."""
@@ -531,6 +560,11 @@ class Turns:
         self.run = None
         self.on_epoch(None)
 
+    def shut(self) -> None:
+        """Take the state back for good."""
+        self._struct.is_open = False
+        self.end()
+
     def is_inside(self) -> bool:
         """Tell whether a thread is in `take` without the GIL."""
         return bool(self._struct.is_inside)
@@ -540,13 +574,14 @@ class Turns:
         self._struct.waits_not = True
 
     def when_left(self, function: Callable[[], object]) -> bool:
-        """Have a function called when the consumer is back; False: it is not in the core.
+        """Have a function called when no thread is in the core any more; False: none is.
 
-        The state has been taken back.
+        The state has been taken back for good.
         """
-        if self._struct.is_inside:
+        is_any = bool(self._struct.is_inside or self._struct.num_reading)
+        if is_any:
             self._on_left, self._struct.on_left = function, id(function)
-        return bool(self._struct.is_inside)
+        return is_any
 
     def new_waits(self) -> list[float]:
         """Return the last waits since the last call, in seconds."""

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 _SHOWN = 6  # sample numbers shown in a notebook
 _LEAST = 8  # batches of a run, so that it pays
+_OUTSIDE = -1, -1, False  # epoch, number and whether it is the last, of a batch outside of epochs
 _REMEDY = f"keep fewer batches, or make {named('batch_size')} smaller"
 _OVER = (
     "The life of this batch is over: the next one was asked for, and its memory is filled with"
@@ -281,6 +282,10 @@ class Batches:
         """Return the rest of the arguments of a `Batch`; without a `serial`, it lasts."""
         is_over = None if serial is None else _IsOver(self._ring, serial)
         return self._device, self._sequences, is_over, self._static
+
+    def complete(self, batch: Batch, _: str) -> None:
+        """Make all that a batch lacks that the core has read at once; see `Run.complete`."""
+        batch.__init__(batch._arrays, batch.index, *_OUTSIDE, *self.more(None))  # type: ignore[misc]
 
     def batch(
         self, filled: FillOutcome, epoch: int, number: int, last: bool, serial: int | None = None
