@@ -28,7 +28,7 @@ from h5async.fill.outcomes import FillOutcome
 from h5async.fill.submissions import Submissions
 from h5async.order.rows import SequenceTable
 from h5async.order.sampling import OF_GIVEN, Course, FillRequest, Sampling
-from h5async.read.queue import RunEpochs
+from h5async.read.queue import RunEpochs, Turns
 from h5async.reader.position import ReaderPosition
 from h5async.reader.readersetup import ReaderSetup
 from h5async.samples.assembly import SlotMemory
@@ -326,6 +326,7 @@ class Run:
         epochs: RunEpochs,
         sampling: Sampling,
         submissions: Submissions | PostedBatches,
+        turns: Turns,
         slots: Sequence[SlotMemory],
     ) -> None:
         self.epochs, self.place = epochs, course.place
@@ -334,8 +335,7 @@ class Run:
         gone = sum(other < request.serial for other in course.schedule.others)
         self._schedule = course.schedule.with_others(gone, ())
         self._index_of, self._arrays_of = submissions.index, submissions.arrays
-        assert submissions.turns is not None
-        self.deliver = submissions.turns.deliver  # a batch's arrays; None: `complete` has to
+        self.deliver = turns.deliver  # a batch's arrays; None: `complete` has to make them
         self._slots = slots
         views = [submissions.views(number, slot) for number, slot in enumerate(slots)]
         names = None if batches.has_masks or None in views else batches.names
@@ -388,6 +388,7 @@ def next_run(
     course: Course,
     ring: SlotRing[Any],
     submissions: Submissions | PostedBatches,
+    turns: Turns,
     slots: Sequence[SlotMemory],
 ) -> Run | None:
     """Return the run of the next batches; None if they are not alike, or too few."""
@@ -398,7 +399,7 @@ def next_run(
     epochs = submissions.run_from(request)
     if epochs is None or epochs.stop - following < _LEAST:
         return None
-    return Run(batches, course, request, epochs, sampling, submissions, slots)
+    return Run(batches, course, request, epochs, sampling, submissions, turns, slots)
 
 
 class Epoch(Iterator[Batch]):
