@@ -236,7 +236,7 @@ def slot_alone(bench: Bench) -> Iterator[Row]:
     with contextlib.ExitStack() as stack:
         loops = {name: stack.enter_context(bench.loop(stored, name)) for name in FIELDS}
         # The ring's slots are private; what is measured is what a worker does of a filled one.
-        engines = {name: loop.reader._engine for name, loop in loops.items()}
+        engines = {name: loop.reader._engine.setup for name, loop in loops.items()}
         times = bench.turns(
             {"plain": bench.link(nbytes)}
             | {name: partial(uploads, engine) for name, engine in engines.items()}
@@ -355,16 +355,17 @@ def cache(bench: Bench) -> Iterator[Row]:
 
 def memory(bench: Bench) -> Iterator[Row]:
     cupy, asked = bench.gpu.cupy, [0]
-    pinned = cupy.cuda.PinnedMemory
+    runtime = cupy.cuda.runtime
+    allocate = runtime.hostAlloc
 
-    def counted(nbytes: int) -> Any:
+    def counted(nbytes: int, flags: int) -> Any:
         asked[0] += nbytes
-        return pinned(nbytes)
+        return allocate(nbytes, flags)
 
     def device_nbytes() -> int:
         gc.collect()
         cupy.get_default_memory_pool().free_all_blocks()
-        free, total = cupy.cuda.runtime.memGetInfo()
+        free, total = runtime.memGetInfo()
         return total - free
 
     stored = bench.images()
@@ -373,7 +374,7 @@ def memory(bench: Bench) -> Iterator[Row]:
         pass  # kernels are loaded
     try:
         for delivered, prefetch in cases:
-            cupy.cuda.PinnedMemory = counted
+            runtime.hostAlloc = counted
             asked[0], before = 0, device_nbytes()
             with bench.loop(stored, delivered, prefetch=prefetch) as loop:
                 loop.seconds(4)
@@ -390,7 +391,7 @@ def memory(bench: Bench) -> Iterator[Row]:
                     note=f"slots x batch: {slots / 1e6:.4g} MB",
                 )
     finally:
-        cupy.cuda.PinnedMemory = pinned
+        runtime.hostAlloc = allocate
 
 
 SECTIONS = {"step": step, "upload": upload, "decode": decode, "cache": cache, "memory": memory}

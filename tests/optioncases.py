@@ -377,7 +377,7 @@ class Case:
         index = self.chance.choices(self.samples.tolist(), k=3)
         if self.is_drawn:
             return
-        batches = [reader.read(index)]
+        batches = [reader.read(index) for _ in range(2)]  # the first one in Python
         with contextlib.suppress(ConfigError):  # it is larger than a batch
             reader.fetch_data(index)
             batches.append(next(b for b in iter(reader.get_next_batch, None) if b.epoch < 0).copy())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import signal
 import threading
 
@@ -12,7 +13,7 @@ from conftest import spoil_chunk
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from h5async import AsyncReader, ConfigError, PostprocessError, ReaderClosedError, ReadError
+from h5async import AsyncReader, ConfigError, Field, PostprocessError, ReaderClosedError, ReadError
 
 COUNT, SIZE = 200, 16
 
@@ -23,6 +24,7 @@ def path(tmp_path_factory):
     with h5py.File(found, "w") as file:
         numbers = np.arange(COUNT)
         file["data"] = numbers[:, None] * np.array([1, 1000])
+        file["image"] = np.arange(COUNT * 24).reshape(COUNT, 2, 4, 3).astype(np.uint8)
         file.create_dataset("labels", data=numbers % 5, chunks=(7,), compression="gzip")
     return found
 
@@ -307,6 +309,74 @@ def test_read_lasts(path):
         assert batch.index.tolist() == [number, number]
 
 
+READ = {
+    "plain": {},
+    "moved": {
+        "fields": {
+            "image": Field("image", axes=(0, 3, 1, 2), dtype="float32", scale=0.5, offset=1),
+            "labels": Field("labels", steps=range(-1, 2), pad="edge"),
+            "half": Field("data", region={1: slice(1)}),
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("options", READ.values(), ids=READ)
+def test_what_fits_into_a_batch_is_read_in_one_call(path, options):
+    """All but the first: what such a call needs is made then."""
+    indices = [[3], [5, 5, 4], np.arange(SIZE) * 7, np.array([199], ">u2")]
+    with reader_of(path, num_threads=2, **options) as reader:
+        delivery = reader._engine.delivery
+        expected = [delivery.read(index) for index in indices]  # in Python
+        read, delivery.read = delivery.read, None
+        found = [reader.read(index) for index in indices[:3]]
+        kept = [pickle.loads(pickle.dumps(batch)) for batch in found]
+        with pytest.raises(TypeError):  # that is left to Python
+            reader.read(indices[3])
+        delivery.read = read
+        found.append(reader.read(indices[3]))
+        with pytest.raises(ConfigError, match="there is no sample 200"):
+            reader.read([1, 200])
+        for _ in reader:
+            pass
+    for batches in found, kept + found[3:]:
+        for batch, other, index in zip(batches, expected, indices, strict=True):
+            assert batch.index.tolist() == list(index)
+            assert (batch.epoch, batch.number, batch.last) == (-1, -1, False)
+            assert batch.size == len(index)
+            assert batch.keys() == other.keys()
+            for one, same in zip(batch, other, strict=True):
+                assert one.dtype == same.dtype
+                assert one.shape == same.shape
+                assert (one == same).all()
+                assert one.flags.writeable
+                assert one.flags.c_contiguous
+
+
+def test_a_reader_is_closed_while_threads_read(path):
+    """They get all samples, or an error that says so; nothing is freed before they have left."""
+
+    def work(reader, begin, found):
+        begin.wait(60)
+        try:
+            while True:
+                check(reader.read([1, 199]))
+        except BaseException as error:
+            found.append(error)
+
+    for _ in range(20):
+        found, begin = [], threading.Barrier(4)
+        with reader_of(path) as reader:
+            check(reader.read([1]))
+            threads = [threading.Thread(target=work, args=(reader, begin, found)) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            begin.wait(60)
+        for thread in threads:
+            thread.join(60)
+        assert [type(error) for error in found] == [ReaderClosedError] * 3
+
+
 def test_read_in_many_threads(path):
     errors, begin = [], threading.Barrier(4)
 
@@ -315,7 +385,7 @@ def test_read_in_many_threads(path):
         try:
             begin.wait(60)
             for _ in range(50):
-                check(reader.read(rng.integers(0, COUNT, 40)))
+                check(reader.read(rng.integers(0, COUNT, rng.integers(1, 40))))
         except BaseException as error:
             errors.append(error)
 

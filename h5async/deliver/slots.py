@@ -428,7 +428,7 @@ class SlotRing(Generic[Result]):
             self._entries = {}  # a new one: this may come in the middle of a loop over the old
             self.wanted = self.consumer
             if self.turns is not None:
-                self.turns.end()
+                self.turns.shut()
             self.completions.wake()
             return was_open
 

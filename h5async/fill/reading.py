@@ -45,7 +45,7 @@ from h5async.read.coretables import CopiedCounts, Scratch, ScratchSize
 from h5async.read.executors import Executors
 from h5async.read.farsources import FarSources, Held
 from h5async.read.h5pyrows import H5pyRows
-from h5async.read.queue import BatchQueue, SlotBatch
+from h5async.read.queue import BatchQueue, Reading, SlotBatch, Turns
 from h5async.read.rereading import Place
 from h5async.samples.assembly import SlotMemory
 from h5async.spelling import named
@@ -125,7 +125,7 @@ class BatchReader:
             self._batches = [self._batches_of(new, slot, slots.rows) for slot in slots.memory]
         # Whether `read_rows` reads what the core alone can, and plans for it.
         self._reads_at_once = self._reads_alone and self.transforms_all and self.far is None
-        self._spare: list[SlotBatch] = []
+        self._spare: list[Reading] = []
         self._ahead: _Batches | None = None  # plans of batches that are fetched ahead
         self._has_heaps = any(layout.heaps for layout in self._layouts)
         self._size = ScratchSize.of(self._layouts)
@@ -357,14 +357,26 @@ class BatchReader:
             return False
         raw, out, _ = memory
         try:
-            batch = spare.pop()
+            reading = spare.pop()
         except IndexError:  # asked first, another thread could take the last one before `pop`
             batch = collection.new_batch(raw, out, self.slots.rows)
-        with self._scratch() as scratch:
-            self._work_on(NO_FIELD, scratch)
-            found = collection.read_samples(batch, raw, out, index, draw, scratch)
-        spare.append(batch)
-        return found
+            reading = collection.new_reading(batch, self._new_scratch())
+        try:
+            reading.scratch.timeline = self.recorder.timeline
+            self._work_on(NO_FIELD, reading.scratch)
+            return collection.read_samples(reading, raw, out, index, draw)
+        finally:
+            spare.append(reading)
+
+    def read_by(self, turns: Turns, names: Sequence[str], lasting: Any) -> None:
+        """Have given samples be read as `_read_at_once` does in a call of `turns`, if possible."""
+        if not self._reads_at_once:
+            return
+        fields: list[tuple[Any, ...]] = []
+        for name, one in zip(names, self.row_transforms, strict=True):
+            as_read = () if one.is_identity else (one.raw_row, one.raw_dtype)
+            fields.append((name, one.row, one.dtype, *as_read))
+        turns.may_read(tuple(fields), self._spare, lasting)
 
     def fetch(self, plans: BatchPlan) -> None:
         """Fetch what the core will read of far sources, in the calling thread."""

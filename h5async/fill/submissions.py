@@ -206,6 +206,11 @@ class Submissions(QueuedBatches):
         )
         return self.turns
 
+    def read_given(self, names: Sequence[str], lasting: Any) -> None:
+        """Have `Turns.read` read any samples, if it can; parameters as of `BatchReader.read_by`."""
+        if self.turns is not None and self.is_plain:
+            self._reader.read_by(self.turns, names, lasting)
+
     def arrays(self, memory: SlotMemory, index: NDArray[np.int64]) -> tuple[Any, ...]:
         """Return the arrays of a batch of `turns`, which are views of a slot's memory."""
         return self._assembly.arrays(memory, index, are_checked=True)

@@ -24,7 +24,7 @@ from h5async.order.rows import numbers_in
 from h5async.plan.records import NO_RANGES, ByteRanges, Ranges, union
 from h5async.read.coretables import CoreTables, Scratch
 from h5async.read.farsources import CLOSED, Held
-from h5async.read.queue import SlotBatch
+from h5async.read.queue import Reading, SlotBatch
 from h5async.read.rereading import (
     Chunk,
     Extent,
@@ -134,19 +134,24 @@ class Collection:
             raise ReaderClosedError(CLOSED)
         return refused
 
+    def new_reading(self, batch: SlotBatch, scratch: Scratch) -> Reading:
+        """Return what reads samples at once with a batch's plan."""
+        worker, at = scratch.worker(self._core).struct, ctypes.addressof
+        return Reading(at(batch.plan), at(batch.targets), at(worker), batch, scratch)
+
     def read_samples(
         self,
-        batch: SlotBatch,
+        reading: Reading,
         raw: Sequence[NDArray[Any]],
         out: Sequence[NDArray[Any]],
         samples: Int64s,
         draw: NDArray[np.uint64] | None,
-        scratch: Scratch,
     ) -> bool:
         """Read samples, all fields of them, to other memory than a batch was made for.
 
         In one call; returns whether it did: if not, for whatever reason, `plan` and `read` have to.
         """
+        batch, scratch = reading.batch, reading.scratch
         self._aim(batch, raw, out)
         at, keys = address(samples), None if draw is None else address(draw)
         numbers = len(self.tables.fields), samples.size, self.tables.num_samples

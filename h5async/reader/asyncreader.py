@@ -268,7 +268,7 @@ class AsyncReader:
         """
         delivery = self._engine.delivery
         if index is not None:
-            if delivery.give(index):
+            if delivery.given(index, delivery.give_turn):
                 return False
         elif asked := delivery.ask_turn():
             return asked > 1
@@ -358,8 +358,13 @@ class AsyncReader:
         >>> batch.labels
         array([3, 7, 1])
         """
-        self._engine.check_open()
-        return self._engine.delivery.read(index)
+        delivery = self._engine.delivery
+        found = delivery.given(index, delivery.read_turn)
+        if found is False:
+            self._engine.check_open()
+            found = delivery.read(index)
+        batch: Batch = found
+        return batch
 
     def __iter__(self) -> Iterator[Batch]:
         """Begin the next epoch: the first one of which no batch was taken yet.

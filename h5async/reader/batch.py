@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 _SHOWN = 6  # sample numbers shown in a notebook
 _LEAST = 8  # batches of a run, so that it pays
+_OUTSIDE = -1, -1, False  # epoch, number and whether it is the last, of a batch outside of epochs
 _REMEDY = f"keep fewer batches, or make {named('batch_size')} smaller"
 _OVER = (
     "The life of this batch is over: the next one was asked for, and its memory is filled with"
@@ -282,6 +283,10 @@ class Batches:
         is_over = None if serial is None else _IsOver(self._ring, serial)
         return self._device, self._sequences, is_over, self._static
 
+    def complete(self, batch: Batch, _: str) -> None:
+        """Make all that a batch lacks that the core has read at once; see `Run.complete`."""
+        batch.__init__(batch._arrays, batch.index, *_OUTSIDE, *self.more(None))  # type: ignore[misc]
+
     def batch(
         self, filled: FillOutcome, epoch: int, number: int, last: bool, serial: int | None = None
     ) -> Batch:
@@ -405,24 +410,25 @@ class Epoch(Iterator[Batch]):
         self._place = position.course.place if run is None else run.place
         self._epochs = epoch, -1
         self._get_next_batch = get_next_batch
+        self._turns = ring.turns
         # While its run lasts, the epoch ends here.
         self._run, self._stop = run, 0
         if run is not None:
             self._stop = run.epochs.end_of(epoch - run.epoch)
 
     def __next__(self) -> Batch:
-        turns = self._ring.turns
+        turns, mine = self._turns, self._run
         run = None if turns is None else turns.run
-        if run is None or run is not self._run:
+        if run is mine is not None:
+            assert turns is not None
+            is_over = turns.struct.next_in_run >= self._stop
+        else:
             course, serial = self._position.course, self._ring.consumer.next
             is_over = course.place is not self._place
             is_over = is_over or course.position(serial).epoch not in self._epochs
             if not is_over and run is not None:
                 self._run = run
                 self._stop = run.epochs.end_of(self._epochs[0] - run.epoch)
-        else:
-            assert turns is not None
-            is_over = turns.next_in_run >= self._stop
         if is_over:
             self._position.looped_epoch = None
             raise StopIteration

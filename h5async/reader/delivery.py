@@ -15,7 +15,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from h5async.deliver.device import Device, Empty, host_slot
 from h5async.deliver.slots import Assignment, SlotRing
@@ -84,7 +84,8 @@ class Delivery:
         self.take_turn: Callable[..., bool] = _no_turn
         self.ask_turn: Callable[[], int] = _no_turn
         self.put_back_turn: Callable[[], bool] = _no_turn
-        self._give_turn: Callable[[Any], bool] = _no_turn
+        self.give_turn: Callable[[Any], bool] = _no_turn
+        self.read_turn: Callable[[Any], Any] = _no_turn
         self._waiting: int | None = None  # the thread that waits for a batch
 
     def fill_by(self, filler: Filler | HelperFiller) -> None:
@@ -118,7 +119,9 @@ class Delivery:
             self.take_turn, self.ask_turn = turns.take, turns.ask
             self.put_back_turn = turns.put_back
             if setup.takes_any_samples:
-                self._give_turn = turns.give
+                self.give_turn, self.read_turn = turns.give, turns.read
+                if isinstance(submissions, Submissions) and not self._batches.has_masks:
+                    submissions.read_given(self._batches.names, self._batches)
 
     def _request_of(self, slot: int, serial: int) -> FillRequest:
         return self._position.requests([Assignment(slot, serial)])[0]
@@ -179,15 +182,15 @@ class Delivery:
         self.lend()
         return self._position.schedule.is_last(serial)
 
-    def give(self, index: ArrayLike) -> bool:
-        """Request a batch of given samples in one call of the core; False: `fetch` is to do it."""
+    def given(self, index: ArrayLike, turn: Callable[[NDArray[Any]], Any]) -> Any:
+        """Have `give_turn` or `read_turn` take given samples; False: `fetch` or `read` has to."""
         try:
             samples = np.array(index)
         except (TypeError, ValueError, OverflowError) as error:
             if interruption(error) is not None:
                 raise
             return False
-        return self._give_turn(samples)
+        return turn(samples)
 
     def next_epoch(self, get_next_batch: Callable[[], Batch]) -> Iterator[Batch]:
         """Go to the next epoch of which no batch was taken; return its batches."""
@@ -209,7 +212,7 @@ class Delivery:
         run = None if turns is None else turns.run
         if turns is None or run is None or wanted[3:6:2] != (has_threads, has_threads):
             return None
-        number = run.epochs.epoch_beginning(turns.next_in_run)
+        number = run.epochs.epoch_beginning(turns.struct.next_in_run)
         if number is None:
             return None
         return Epoch(self._position, self._ring, run.epoch + number, get_next_batch, run)

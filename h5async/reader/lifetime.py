@@ -39,7 +39,7 @@ def _note_fork() -> None:
     num_forks += 1
     for engine in list(_open):
         if engine.ring.turns is not None:
-            engine.ring.turns.end()  # so that the next call finds out
+            engine.ring.turns.shut()  # so that the next call finds out
 
 
 if hasattr(os, "register_at_fork"):

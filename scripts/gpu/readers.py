@@ -91,9 +91,10 @@ def random_case(chance: random.Random, gpus: int) -> Case:
         "device": f"cuda:{chance.randrange(gpus)}",
         "decode": chance.choice(decode),
         "cache": chance.choice([None, None, "device"]),
-        "workers": "process" if chance.random() < 0.05 else "thread",
         "debug_lifetimes": chance.random() < 0.1,
     }
+    in_helpers = options["decode"] != "device" and chance.random() < 0.05
+    options["workers"] = "process" if in_helpers else "thread"
     if chance.random() < 0.15:
         changed = {"postprocess": postprocess, "decode": "host", "cache": None, "workers": "thread"}
         return Case(file, "as stored", options | changed)

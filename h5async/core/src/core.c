@@ -50,6 +50,7 @@
 #include "advance.c"
 #include "pyobjects.c"
 #include "turns.c"
+#include "given.c"
 #include "ranges.c"
 #include "frames.c"
 #include "visit.c"

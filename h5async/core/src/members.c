@@ -94,7 +94,7 @@ static const Structure ALL_STRUCTURES[] = {
             start, step, table, num_columns, num_cores, is_remote, tickets, num_idle,
             plan_ns, fill_ns, spinners)
     MEMBERS(Turns, queue, worker, num_slots, slot_of, waits_ns, num_samples, draw, is_lent, is_inside,
-            is_alone, waits_not, next, asked, held, assigned, reads_ahead, loops, given_begin, given_end,
+            is_alone, waits_not, is_open, num_reading, fields, array, lasting, spare, next, asked, held, assigned, reads_ahead, loops, given_begin, given_end,
             given, next_in_run, first, stop, stride, count, epoch_end,
             epoch_batches, epochs, epoch, number, type, made, later, size, index, samples, run, names, arrays, part, on_left, on_epoch,
             taken, samples_taken, num_waits, total_ns, begin_ns, end_ns, epoch_begin_ns,

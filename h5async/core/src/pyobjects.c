@@ -18,15 +18,19 @@ extern Object *PyDict_New(void);
 extern int PyDict_SetItem(Object *dict, Object *key, Object *value);
 extern Object *PySlice_New(Object *start, Object *stop, Object *step);
 extern Object *PyObject_GetItem(Object *object, Object *key);
+extern Object *PySequence_Concat(Object *one, Object *other);
 extern void PyErr_Clear(void);
 extern Object *PyLong_FromLongLong(long long value);
 extern long long PyLong_AsLongLong(Object *object);
 extern Object *PyBool_FromLong(long value);
 extern Object *PyObject_CallFunctionObjArgs(Object *function, ...);
 extern int PyObject_SetAttr(Object *object, Object *name, Object *value);
+extern Object *PyList_New(intptr_t size);
 extern int PyList_Append(Object *list, Object *item);
 extern Object *PyList_GetItem(Object *list, intptr_t at);
 extern int PyList_SetItem(Object *list, intptr_t at, Object *item);
+extern intptr_t PyList_Size(Object *list);
+extern int PyList_SetSlice(Object *list, intptr_t low, intptr_t high, Object *items);
 typedef struct { /* Py_buffer */
     void *memory;
     Object *owner;
@@ -57,6 +61,23 @@ static int are_samples(const Buffer *buffer, int64_t most_rows, int64_t num_samp
     for (int64_t i = 0; i < buffer->nbytes / 8; i++)
         most = ((const uint64_t *)buffer->memory)[i] > most ? ((const uint64_t *)buffer->memory)[i] : most;
     return most < (uint64_t)num_samples; /* and none is below 0 */
+}
+
+/* Return a new array of NumPy's, whose type is given, of rows with a shape, a tuple, and a dtype; `memory`
+   is set to where it lies. NULL, with an exception: there is none. */
+static Object *new_array(Object *type, int64_t rows, Object *row, Object *dtype, uint8_t **memory)
+{
+    Object *count = PyLong_FromLongLong(rows), *first = count ? PyTuple_Pack(1, count) : NULL;
+    Object *shape = first ? PySequence_Concat(first, row) : NULL;
+    Object *array = shape ? PyObject_CallFunctionObjArgs(type, shape, dtype, NULL) : NULL;
+    Buffer buffer;
+    int is_made = array && PyObject_GetBuffer(array, &buffer, 0) == 0;
+    Py_DecRef(count), Py_DecRef(first), Py_DecRef(shape);
+    if (!is_made)
+        return Py_DecRef(array), NULL;
+    *memory = buffer.memory;
+    PyBuffer_Release(&buffer);
+    return array;
 }
 
 static Object *new_part(int64_t count)

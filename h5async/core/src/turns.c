@@ -31,6 +31,11 @@ typedef struct {
     int64_t num_samples; /* of which any may be given */
     const uint64_t *draw; /* of given ones; NULL: none */
     int64_t is_lent, is_inside, is_alone, waits_not; /* is_alone: no other thread fills batches */
+    int64_t is_open, num_reading; /* threads that read samples at once */
+    /* Python's, of what these read: by field, the name, shape and dtype of its rows, and of those as read,
+       if they are others (NULL: nothing is read here); what makes arrays; the rest of batches, as `later`;
+       and a list of what one call at a time may use: addresses of a plan, its targets, and a worker. */
+    Object *fields, *array, *lasting, *spare;
     /* What the consumer wants, as in slots.py; `assigned`: those below have slots. */
     int64_t next, asked, held, assigned, reads_ahead, loops;
     /* Of batches of given samples, number i is at i modulo MAX_GIVEN, and its array in the list `samples`:
@@ -214,11 +219,11 @@ static enum Help help_or_wait(Turns *t, Job *job, Job **helped_last, int may_wai
     return may_sleep ? LOOKS_AGAIN : HAS_NOT_WAITED;
 }
 
-/* Tell who has closed the reader meanwhile that the consumer has left it. Returns 0 if that raised. */
+/* Tell who has closed the reader meanwhile that all have left it. Returns 0 if that raised. */
 static int tell_left(Turns *t)
 {
     Object *on_left = t->is_lent ? NULL : t->on_left, *result = NULL;
-    if (on_left == NULL)
+    if (on_left == NULL || t->is_inside || t->num_reading)
         return 1;
     t->on_left = NULL;
     result = PyObject_CallFunctionObjArgs(on_left, NULL);
@@ -277,6 +282,19 @@ static Object *new_views(const Turns *t, int64_t slot, int64_t count)
     return part ? views : NULL;
 }
 
+/* Return a batch with some members set; `index` and `views` may be NULL. */
+static Object *batch_of(const Turns *t, Object *later, Object *size, Object *index, Object *views)
+{
+    Object *batch = PyType_GenericAlloc(t->type, 0);
+    if (batch != NULL && PyObject_SetAttr(batch, t->later, later) == 0 &&
+        PyObject_SetAttr(batch, t->size, size) == 0 &&
+        (!index || PyObject_SetAttr(batch, t->index, index) == 0) &&
+        (!views || PyObject_SetAttr(batch, t->made, views) == 0))
+        return batch;
+    Py_DecRef(batch);
+    return NULL;
+}
+
 static Object *new_batch(const Turns *t)
 {
     int64_t at = t->slot_of[t->next % t->num_slots];
@@ -291,14 +309,7 @@ static Object *new_batch(const Turns *t)
     Object *views = t->names ? new_views(t, at, count) : NULL;
     int is_made = slot && serial && size && place;
     Object *later = is_made ? PyTuple_Pack(4, run, slot, serial, place) : NULL;
-    Object *batch = later ? PyType_GenericAlloc(t->type, 0) : NULL;
-    if (batch != NULL && (PyObject_SetAttr(batch, t->later, later) != 0 ||
-                          PyObject_SetAttr(batch, t->size, size) != 0 ||
-                          (index && PyObject_SetAttr(batch, t->index, index) != 0) ||
-                          (views && PyObject_SetAttr(batch, t->made, views) != 0))) {
-        Py_DecRef(batch);
-        batch = NULL;
-    }
+    Object *batch = later ? batch_of(t, later, size, index, views) : NULL;
     Py_DecRef(run), Py_DecRef(slot), Py_DecRef(serial), Py_DecRef(size), Py_DecRef(is_alike ? NULL : place);
     Py_DecRef(later), Py_DecRef(views);
     return batch;
@@ -418,73 +429,4 @@ static Object *ask(Object *self, Object *const *arguments, intptr_t count)
     t->asked++;
     submit_next(t);
     return PyLong_FromLongLong(1 + is_last);
-}
-
-/* Request a batch of given samples: an array, the first argument, that nobody changes any more. Where its
-   turn comes, slots.py says. Returns whether it did; not where anything is wrong with the samples. */
-static Object *give(Object *self, Object *const *arguments, intptr_t count)
-{
-    (void)count;
-    Turns *t = (void *)PyByteArray_AsString(self);
-    Buffer buffer;
-    int64_t serial = t->asked > t->assigned ? t->asked : t->assigned;
-    int64_t behind_loop = t->next + t->num_slots - (t->held >= 0), at = t->given_end % MAX_GIVEN;
-    if (t->loops && behind_loop > serial)
-        serial = behind_loop;
-    if (!t->is_lent || t->is_inside || t->given_end - t->given_begin >= MAX_GIVEN - 1)
-        return PyBool_FromLong(0);
-    if (PyObject_GetBuffer(arguments[0], &buffer, IN_C_ORDER) != 0) {
-        PyErr_Clear();
-        return PyBool_FromLong(0);
-    }
-    int is_good = are_samples(&buffer, t->queue->jobs[0].rows, t->num_samples);
-    if (is_good) {
-        Py_IncRef(arguments[0]);
-        PyList_SetItem(t->samples, at, arguments[0]);
-        t->given[at] = (Given){serial, buffer.nbytes / 8, buffer.memory};
-        t->given_end++, t->asked = serial + 1;
-        find_next(t);
-        submit_next(t);
-    }
-    PyBuffer_Release(&buffer);
-    return PyBool_FromLong(is_good);
-}
-
-/* Fill a batch, by its serial, that was submitted as the consumer's own, if it is cheap. Not lent.
-   Returns whether it did. */
-static Object *fill_own(Object *self, Object *const *arguments, intptr_t count)
-{
-    (void)count;
-    Turns *t = (void *)PyByteArray_AsString(self);
-    int64_t serial = PyLong_AsLongLong(arguments[0]);
-    if (t->is_lent || t->is_inside || t->waits_not)
-        return PyBool_FromLong(0);
-    t->is_inside = 1; /* nothing is freed meanwhile */
-    void *thread = PyEval_SaveThread();
-    int is_filled = fill_own_job(t->queue, t->worker, serial);
-    PyEval_RestoreThread(thread);
-    t->is_inside = 0;
-    return tell_left(t) ? PyBool_FromLong(is_filled) : NULL;
-}
-
-static Method TURNS[] = {{"take", take, METH_FASTCALL, NULL},
-                         {"ask", ask, METH_FASTCALL, NULL},
-                         {"give", give, METH_FASTCALL, NULL},
-                         {"put_back", put_back, METH_FASTCALL, NULL},
-                         {"fill_own", fill_own, METH_FASTCALL, NULL}};
-
-/* Return `take`, `ask`, `give`, `put_back` and `fill_own` for Python, for a structure in a bytearray, which
-   they keep. */
-PUBLIC Object *h5async_turns_of(Object *memory)
-{
-    enum { COUNT = sizeof TURNS / sizeof *TURNS };
-    Object *made[COUNT], *all = NULL;
-    int are_made = 1;
-    for (int i = 0; i < COUNT; i++)
-        are_made &= (made[i] = PyCFunction_NewEx(&TURNS[i], memory, NULL)) != NULL;
-    if (are_made)
-        all = PyTuple_Pack(COUNT, made[0], made[1], made[2], made[3], made[4]);
-    for (int i = 0; i < COUNT; i++)
-        Py_DecRef(made[i]);
-    return all;
 }
