@@ -372,7 +372,7 @@ class Run(Protocol):
     def views(self) -> tuple[tuple[str, ...] | None, tuple[tuple[Any, ...], ...], slice]:
         """Names of fields, of what each is made by slot (`FieldKind.views`), and the whole part.
 
-        Without names, nothing is made.
+        Without names, Python makes it.
         """
 
 
@@ -380,10 +380,10 @@ class Turns:
     """The consumer's turns in the core.
 
     `batch` is the type of batches: one is made without a call of its `__init__`, and has its
-    members `_arrays` set to views, `_later` to its run, slot, serial and number in the run, or -1,
-    and `size`; of given samples, `index`, too. `scratch` is the consumer's; samples below
-    `num_samples` may be given, for which `draw` is as in `BatchQueue.submit`; `is_alone`: no other
-    thread fills batches; `is_ragged`: some fields are.
+    members `_made` set to views, or None if fields are ragged or Python makes it; `_later` to its
+    run, slot, serial and number in the run, or -1; and `size`; of given samples, `index`, too.
+    `scratch` is the consumer's; samples below `num_samples` may be given, for which `draw` is as in
+    `BatchQueue.submit`; `is_alone`: no other thread fills batches; `is_ragged`: some fields are.
 
     `take` takes a list, to which it appends the next batch, and returns whether it did: if not, or
     if anything is not lent, the ring goes on. Given a second argument, it hardly waits. `put_back`
@@ -392,7 +392,8 @@ class Turns:
     whether it did: not if that has anything but int64 below `num_samples`. `fill_own` fills a
     batch, by its serial, that was submitted as the consumer's own, if it is cheap and the state is
     not lent. `on_epoch` is called when the last batch of one was taken. `read` returns a batch that
-    lasts of such samples, read in the calling thread, any one; False if it could not.
+    lasts of such samples, read in the calling thread, any one; False if it could not. `deliver`
+    returns the views of the batch with a serial; None if that is not in use, or Python makes them.
 
     While the state is lent, `next_in_run` of `struct` is which batch of the run is next, or below
     all: one that is given.
@@ -419,8 +420,9 @@ class Turns:
         self.put_back: Callable[[], bool]
         self.fill_own: Callable[[int], bool]
         self.read: Callable[[Any], Any]
-        functions = core.turns_of(self._memory)
-        self.take, self.ask, self.give, self.put_back, self.fill_own, self.read = functions
+        self.deliver: Callable[[int], dict[str, Any] | None]
+        self.take, self.ask, self.give, self.put_back, *rest = core.turns_of(self._memory)
+        self.fill_own, self.read, self.deliver = rest
         self._slots = np.zeros(queue.num_slots, np.int64)
         self._waits_ns = np.zeros(MAX_WAITS, np.int64)
         # By column: rows of all batches taken by `take`, if it is ragged, and before an epoch.
@@ -428,7 +430,7 @@ class Turns:
         self._seen = 0  # of the waits
         self._on_left: Callable[[], object] | None = None
         self._given: list[Any] = [None] * MAX_GIVEN  # arrays of sample numbers
-        self._keep = queue, scratch, batch, "_arrays", "_later", "size", "index", self._given
+        self._keep = queue, scratch, batch, "_made", "_later", "size", "index", self._given
         self._queue = queue
         # Those that the core may use, with the serial behind those of batches that do.
         self._mappings: list[tuple[int, Sequence[Any]]] = []

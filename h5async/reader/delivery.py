@@ -160,7 +160,7 @@ class Delivery:
             return False
         slots = [slot.memory for slot in self._setup.slots]
         with suppressing(MemoryError):  # it goes on without
-            run = next_run(self._batches, course, ring, submissions, slots)
+            run = next_run(self._batches, course, ring, submissions, turns, slots)
             if run is not None:
                 turns.on_epoch(self._end_epoch_of_turns)
                 ring.lend(run)
