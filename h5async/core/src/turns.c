@@ -171,7 +171,7 @@ static void submit_next(Turns *t)
 static Job *job_to_help(const Turns *t, Job *job, Job *helped)
 {
     const Queue *queue = t->queue;
-    int helps = t->is_alone || queue->fill_ns <= HELPED_NS;
+    int helps = t->is_alone || queue->is_helped;
     if (helps && helped != NULL && is_open(helped) && !helped->is_own)
         return helped;
     if (is_open(job))
