@@ -14,10 +14,10 @@ import html
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
-Where = Literal["keyword", "toml", "json", "yaml"]
+Where = Literal["toml", "json", "yaml"]
 Spell = Callable[[str, tuple[Any, ...]], str]
 
 # Noncharacters of Unicode, which no text contains.
@@ -83,10 +83,38 @@ def as_keyword(name: str, value: tuple[Any, ...]) -> str:
 
 def in_file(where: Where) -> Spell:
     """Return a function that spells options as a kind of configuration file does."""
-    if where == "keyword":
-        return as_keyword
     form = {"toml": "{} = {}", "json": '"{}": {}', "yaml": "{}: {}"}[where]
-    return lambda name, value: form.format(name, json.dumps(value[0])) if value else name
+
+    def spell(name: str, value: tuple[Any, ...]) -> str:
+        if not value:
+            return name
+        if where != "toml":
+            return form.format(name, json.dumps(value[0], default=_sliced))
+        inner = value[0]
+        while isinstance(inner, Mapping) and len(inner) == 1:
+            ((key, inner),) = inner.items()
+            name += f".{key}"
+        return form.format(name, toml_value(inner))
+
+    return spell
+
+
+def toml_value(value: object) -> str:
+    """Return a value, or a mapping as a table, in one line of TOML."""
+    if isinstance(value, Mapping):
+        pairs = [f"{_toml_key(str(key))} = {toml_value(one)}" for key, one in value.items()]
+        return f"{{{', '.join(pairs)}}}"
+    text = json.dumps(value, ensure_ascii=False, default=_sliced)
+    return text.replace("\x7f", "\\u007f")
+
+
+def _toml_key(name: str) -> str:
+    return name if re.fullmatch(r"[\w-]+", name, re.ASCII) else toml_value(name)
+
+
+def _sliced(value: Any) -> str:
+    """Return a range or a slice as text, as files have it."""
+    return f"{value.start}:{value.stop}"
 
 
 def _literal(text: str) -> Any:
@@ -98,6 +126,10 @@ def _literal(text: str) -> Any:
 
 def _quoted(value: object) -> str:
     """Return a value as in Python; strings are in double quotes, as in the messages."""
+    if type(value) is dict:
+        return f"{{{', '.join(f'{_quoted(key)}: {_quoted(one)}' for key, one in value.items())}}}"
+    if isinstance(value, slice):
+        return f"slice({value.start}, {value.stop})"
     if isinstance(value, str) and value.isprintable() and not set(value) & {'"', "\\"}:
         return f'"{value}"'
     return repr(value)

@@ -70,7 +70,7 @@ class _Group(TyperGroup):
             raise typer.Exit(1) from None
         except _UsageError as error:
             name = getattr(error, "option_name", "")  # an unknown option
-            hint = hint_for(name, list(ReaderConfig.model_fields), "shell")
+            hint = hint_for(name, list(ReaderConfig.model_fields), spell_in_shell)
             if hint is None or ctx.invoked_subcommand == "inspect":
                 raise
             raise _UsageError(f"No such option: {name}; {hint}.", error.ctx) from None

@@ -22,7 +22,7 @@ from h5async.config.files import kind_of_file, load_file, map_paths, with_variab
 from h5async.config.frozen import Words
 from h5async.errors import ConfigError
 from h5async.packing.writeoptions import PackOptions
-from h5async.spelling import as_keyword, in_file, named, shell_word, spelled
+from h5async.spelling import as_keyword, in_file, named, shell_word, spelled, toml_value
 from h5async.system.describing import descriptions
 
 _CONFIG = typer.Option(
@@ -190,7 +190,9 @@ def _default_text(option: Option) -> str:
 
 
 def _typed_choice(choice: object) -> str:
-    """Return how a choice is typed: False is "none", and True "default"."""
+    """Return how a choice is typed: False is "none", True "default", and a mapping a table."""
+    if isinstance(choice, Mapping):
+        return toml_value(choice)
     if isinstance(choice, bool):
         return "default" if choice else "none"
     return str(choice)
@@ -236,8 +238,10 @@ def spell_in_shell(name: str, value: tuple[Any, ...]) -> str:
     if name == "labels_field" and value == (None,):
         return "--no-labels"
     typed = flag(option)
-    if not value or option.is_mapping:
+    if not value:
         return typed
+    if option.is_mapping:
+        return f"{in_file('toml')(name, value)} in the file of --config"
     if option.type is bool:
         return typed if value[0] else f"--no-{typed[2:]}"
     several = value[0] if isinstance(value[0], list | tuple) else value

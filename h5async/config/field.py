@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, SupportsIndex, TypedDict, Unpack
+from typing import Annotated, Any, Literal, SupportsIndex, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
@@ -20,10 +20,7 @@ from h5async.config import values
 from h5async.config.frozen import REQUIRED, Frozen, documented, hint_for, option
 from h5async.config.statistics import Statistics
 from h5async.errors import ConfigError
-from h5async.spelling import Spell, as_keyword, in_file
-
-if TYPE_CHECKING:
-    from h5async.config.frozen import Where
+from h5async.spelling import Spell, as_keyword
 
 Per = Literal["sequence", "file", "dataset"]
 _NOT_GIVEN: Any = object()
@@ -265,14 +262,14 @@ class Field(Frozen):
                 )
 
     @classmethod
-    def instead_of(cls, name: str, where: Where) -> str:
+    def instead_of(cls, name: str, spell: Spell) -> str:
         """Return what to write for an unknown name: another kind of field may have it."""
-        other, hint = _kind_with(name, cls), hint_for(name, list(cls.model_fields), where)
+        other, hint = _kind_with(name, cls), hint_for(name, list(cls.model_fields), spell)
         if other is None:
-            return super().instead_of(name, where)
+            return super().instead_of(name, spell)
         text = f"{other.capitalize()}Field has it"
-        if where in ("toml", "json", "yaml"):
-            text = _instead_of_kind(other, in_file(where))
+        if spell is not as_keyword:
+            text = _instead_of_kind(other, spell)
         return text if hint is None else f"{text}; {hint}"
 
     @property

@@ -7,17 +7,16 @@ name was typed: as a keyword, in a configuration file, or on the command line.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic import Field as Bound
 
 from h5async.config.values import shown
 from h5async.errors import ConfigError
-from h5async.spelling import Where as FileWhere
-from h5async.spelling import in_file, named
+from h5async.spelling import Spell, as_keyword, named
 from h5async.system.describing import OnAccess, describe, descriptions
 from h5async.system.interruptions import interruption, raise_again
 
@@ -64,19 +63,19 @@ class Frozen(BaseModel):
             raise ConfigError(_message(error)) from None
 
     @classmethod
-    def check_names(cls, names: Iterable[str], where: Where = "keyword") -> None:
-        """Check that names are options; else raise `ConfigError`, spelled as in `where`."""
+    def check_names(cls, names: Iterable[str], spell: Spell = as_keyword) -> None:
+        """Raise `ConfigError` unless names are options; `spell` writes those that it suggests."""
         for name in names:
             if name not in cls.model_fields:
-                raise ConfigError(f"unknown option {name!r}; {cls.instead_of(name, where)}")
+                raise ConfigError(f"unknown option {name!r}; {cls.instead_of(name, spell)}")
 
     @classmethod
-    def instead_of(cls, name: str, where: Where) -> str:
+    def instead_of(cls, name: str, spell: Spell) -> str:
         """Return what to write for an unknown name: its meaning elsewhere, or a similar name."""
         import difflib
 
         known = list(cls.model_fields)
-        expected = hint_for(name, known, where)
+        expected = hint_for(name, known, spell)
         if expected is not None:
             return expected
         near = _ANCESTOR_NAMES.get(name)
@@ -155,41 +154,41 @@ def _message(error: ValidationError) -> str:
 
 # --- names that other loaders use -----------------------------------------------------------------
 
-Where = FileWhere | Literal["shell"]
+
+class _Call(dict[str, Any]):
+    """Options of an object: a table in files, and a call in Python."""
+
+    def __init__(self, called: str, **options: Any) -> None:
+        super().__init__(options)
+        self._called = called
+
+    def __repr__(self) -> str:
+        given = [as_keyword(name, (value,)) for name, value in self.items() if name != "kind"]
+        return f"{self._called}({', '.join(given)})".replace("(path=", "(")
 
 
 class _Hint(NamedTuple):
     """A sentence instead of an unknown name; ``{}`` stands for an option with an example.
 
-    `spelled` has the option with its value, by place, unless it is just the one after the other.
     `otherwise` is the hint where the option is not known.
     """
 
     text: str
     option: str
-    value: str | int | float = ""
-    spelled: Mapping[Where, str] = {}
+    value: Any = None
     otherwise: _Hint | None = None
 
 
-def _of_field(keyword: str, toml: str, name: str = "x", text: str = "") -> _Hint:
-    """Return a hint at an option of a field, which the command line has only in a file."""
-    in_file = f"fields.{name} = {{{toml}}}"
-    keyword = f'fields={{"{name}": {keyword}}}'
-    in_shell = f"{in_file} in the file of --config"
-    spelled: dict[Where, str] = {"keyword": keyword, "toml": in_file, "shell": in_shell}
-    return _Hint(f"{text or 'it is an option of a field'}: {{}}", "fields", spelled=spelled)
+def _of_field(path: str, text: str = "it is an option of a field", **options: Any) -> _Hint:
+    field = _Call(f"{options.get('kind', '').capitalize()}Field", path=path, **options)
+    return _Hint(f"{text}: {{}}", "fields", {path: field})
 
 
-_STEPS = _of_field(
-    'Field("x", steps=range(0, 10))',
-    'path = "x", steps = "0:10"',
-    text="steps of a Field say which rows each sample consists of",
-)
+_STEPS = _of_field("x", "steps of a Field say which rows each sample consists of", steps=range(10))
 _REGION = _of_field(
-    'Field("x", region={1: slice(64, 192)})',
-    'path = "x", region = {1 = "64:192"}',
-    text="region of a Field reads a part of each row, and crop one at a random place",
+    "x",
+    "region of a Field reads a part of each row, and crop one at a random place",
+    region={1: slice(64, 192)},
 )
 _COMPUTE = _Hint(
     "a Field of `fields` has dtype, scale and offset: values are delivered as x * scale + offset;"
@@ -197,11 +196,7 @@ _COMPUTE = _Hint(
     "postprocess",
     "module:function",
 )
-_SKIP = _Hint(
-    "damaged samples of any field are left out by an option of the reader: {}",
-    "path",
-    spelled={"keyword": 'on_error="skip"', "toml": 'on_error = "skip"'},
-)
+_SKIP = _Hint("damaged samples of any field are left out by on_error of the reader", "path")
 _HINTS = {
     "subset split train_size test_size validation_split": _Hint(
         "{} selects the samples of an epoch, and so does a Split", "indices", "1000:"
@@ -216,7 +211,7 @@ _HINTS = {
         4,
     ),
     "normalize normalise mean std": _Hint(
-        "values are delivered as x * scale + offset: {}", "scale", 0.5, otherwise=_COMPUTE
+        "values are delivered as x * scale + offset: {}", "scale", 0.5, _COMPUTE
     ),
     "mask_and_scale set_auto_maskandscale": _Hint(
         "values are unpacked by the attributes of their dataset: {}", "decode_cf", True
@@ -227,28 +222,21 @@ _HINTS = {
     "seq_length seq_len sequence_length frame_stack num_frames num_steps n_steps window_size"
     " window_length n_steps_input n_steps_output n_obs_steps obs_horizon action_horizon"
     " pred_horizon horizon context_length episode_length episode_len": _Hint(
-        "{} delivers the row of each sample and the nine after it",
-        "steps",
-        spelled={"keyword": "steps=range(0, 10)", "toml": 'steps = "0:10"'},
-        otherwise=_STEPS,
+        "{} delivers the row of each sample and the nine after it", "steps", range(10), _STEPS
     ),
     "padding pad_seq_length pad_frame_stack": _Hint(
-        "{} repeats the first or last row of a sequence", "pad", "edge", otherwise=_STEPS
+        "{} repeats the first or last row of a sequence", "pad", "edge", _STEPS
     ),
     "get_pad_mask": _Hint(
         "{} names the field of a batch that tells padded steps from others",
         "pad_mask",
         "mask",
-        otherwise=_STEPS,
+        _STEPS,
     ),
     "filter_by_attribute filter_key hdf5_filter_key": _Hint(
         "{} reads only the groups that a dataset names",
         "sequences",
-        spelled={
-            "keyword": 'sequences=Sequences(groups="data/demo_*", only="mask/train")',
-            "toml": 'sequences = {groups = "data/demo_*", only = "mask/train"}',
-            "shell": "--sequences \"{groups = 'data/demo_*', only = 'mask/train'}\"",
-        },
+        _Call("Sequences", groups="data/demo_*", only="mask/train"),
     ),
     "replacement class_weights sample_weights balanced": _Hint(
         "{} draws samples with replacement", "weights", "balanced"
@@ -267,75 +255,48 @@ _HINTS = {
         "prefetch",
         4,
     ),
-    "class_to_idx classes class_names label_encoder": _of_field(
-        'Field("labels", categories=True)', 'path = "labels", categories = true', "labels"
-    ),
+    "class_to_idx classes class_names label_encoder": _of_field("labels", categories=True),
     "dtype scale offset axes channel_dim decode_cf steps pad pad_mask per categories": _of_field(
-        'Field("x", dtype="float32", steps=range(4))',
-        'path = "x", dtype = "float32", steps = "0:4"',
+        "x", dtype="float32", steps=range(4)
     ),
     "region": _REGION,
     "slice slices roi hyperslab subset_of_rows": _Hint(
-        "{} reads a part of each row",
-        "region",
-        spelled={"keyword": "region={1: slice(64, 192)}", "toml": 'region = {1 = "64:192"}'},
-        otherwise=_REGION,
+        "{} reads a part of each row", "region", {1: slice(64, 192)}, _REGION
     ),
     "file files filename filenames file_path file_paths path paths h5_path": _Hint(
-        "{} names the files",
-        "hdf5_path",
-        "train.h5",
-        {"shell": "an argument, such as train.h5,"},
+        "the files are given as {}", "hdf5_path", "train.h5"
     ),
     "offsets offsets_kind pad_to": _of_field(
-        'RaggedField("x", offsets="ends", offsets_kind="ends")',
-        'path = "x", kind = "ragged", offsets = "ends", offsets_kind = "ends"',
+        "x", kind="ragged", offsets="ends", offsets_kind="ends"
     ),
-    "dense columns missing": _of_field(
-        'SparseField("X", dense=True, columns=["GAPDH", "CD3E"])',
-        'path = "X", kind = "sparse", dense = true, columns = ["GAPDH"]',
-    ),
+    "dense columns missing": _of_field("X", kind="sparse", dense=True, columns=["GAPDH", "CD3E"]),
     "crop random_crop patch patch_size": _of_field(
-        'Field("x", crop=64)',
-        'path = "x", crop = 64',
-        text="crop of a Field reads a part of each row at a random place; ImageField has its own",
+        "x",
+        "crop of a Field reads a part of each row at a random place; ImageField has its own",
+        crop=64,
     ),
     "crop_scale crop_ratio flip interpolation decode": _of_field(
-        'ImageField("jpeg", size=(224, 224), flip=True)',
-        'path = "jpeg", kind = "image", size = [224, 224], flip = true',
-        "image",
+        "jpeg", kind="image", size=(224, 224), flip=True
     ),
     "channels mono sample_rate sampling_rate sr": _of_field(
-        'AudioField("flac", sample_rate=16000)',
-        'path = "flac", kind = "audio", sample_rate = 16000',
-        "audio",
+        "flac", kind="audio", sample_rate=16000
     ),
     "ignore_errors skip_errors skip_bad skip_corrupt skip_invalid skip_damaged error_handling"
     " errors handler on_bad_sample warn_and_continue": _Hint(
         "{} leaves out samples and files that are damaged, and max_skipped limits them",
         "on_error",
         "skip",
-        otherwise=_SKIP,
+        _SKIP,
     ),
-    "on_error max_skipped": _Hint("", "", otherwise=_SKIP),
+    "on_error max_skipped": _SKIP,
     "generator random_state random_seed": _Hint("the order depends only on {}", "seed", 0),
 }
 _BY_NAME = {name: hint for names, hint in _HINTS.items() for name in names.split()}
 
 
-def hint_for(name: str, known: Sequence[str], where: Where = "keyword") -> str | None:
-    """Return the suggestion for an unknown name typed in `where`, if any."""
+def hint_for(name: str, known: Sequence[str], spell: Spell) -> str | None:
+    """Return the suggestion for an unknown name, if any, with an option written by `spell`."""
     hint = _BY_NAME.get(name.lstrip("-").replace("-", "_").lower())
     while hint is not None and hint.option not in known:
         hint = hint.otherwise
-    return None if hint is None else hint.text.format(_spelled(hint, where))
-
-
-def _spelled(hint: _Hint, where: Where) -> str:
-    if where in hint.spelled:
-        return hint.spelled[where]
-    if where == "shell":
-        return f"--{hint.option.replace('_', '-')} {hint.value}"
-    if where == "keyword":
-        return f"{hint.option}={hint.value!r}"
-    return in_file(where)(hint.option, (hint.value,))
+    return None if hint is None else hint.text.format(spell(hint.option, (hint.value,)))

@@ -31,8 +31,7 @@ from h5async.config.frozen import REQUIRED, Frozen, documented, option
 from h5async.config.keywords import ReaderOptions
 from h5async.config.parts import Indices, Sampler, SequencesOption, Weights, plain_selection
 from h5async.errors import ConfigError
-from h5async.spelling import Where as Spelling
-from h5async.spelling import named
+from h5async.spelling import Spell, in_file, named
 from h5async.system.interruptions import passing
 from h5async.system.resources import usable_cores
 
@@ -351,8 +350,9 @@ class ReaderConfig(Frozen):
             path = Path(config)
             base = load_file(path)
             try:
-                cls.check_names(base, kind_of_file(path))
-                _check_tables(base, kind_of_file(path))
+                spell = in_file(kind_of_file(path))
+                cls.check_names(base, spell)
+                _check_tables(base, spell)
             except ConfigError as error:
                 raise ConfigError(f"{path}: {error.marked}") from None
         else:
@@ -477,11 +477,11 @@ class ReaderConfig(Frozen):
         return max(1, self.thread_count // helpers) if helpers else self.thread_count
 
 
-def _check_tables(options: Mapping[str, Any], where: Spelling) -> None:
+def _check_tables(options: Mapping[str, Any], spell: Spell) -> None:
     fields = options.get("fields")
     for name, field in fields.items() if isinstance(fields, dict) else ():
         try:
             names = dict(field) if isinstance(field, dict) else {}
-            kind_of(names.pop("kind", None)).check_names(names, where)
+            kind_of(names.pop("kind", None)).check_names(names, spell)
         except ConfigError as error:
             raise ConfigError(f"fields: {name}: {error.marked}") from error

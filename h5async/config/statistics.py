@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from h5async.config.files import load_file
 from h5async.errors import ConfigError, H5AsyncError
+from h5async.spelling import toml_value
 
 Per: TypeAlias = Literal["channel", "feature"] | None
 
@@ -224,15 +225,8 @@ def _json(value: Any, indent: str = "") -> str:
 
 
 def _toml(content: Mapping[str, Any]) -> str:
-    lines = [f"{key} = {_inline(one)}" for key, one in content.items() if key != "fields"]
+    lines = [f"{key} = {toml_value(one)}" for key, one in content.items() if key != "fields"]
     for name, one in content["fields"].items():
-        lines += ["", f"[fields.{_inline(name)}]"]
-        lines += [f"{key} = {_inline(value)}" for key, value in one.items()]
+        lines += ["", f"[fields.{toml_value(name)}]"]
+        lines += [f"{key} = {toml_value(value)}" for key, value in one.items()]
     return "\n".join(lines)
-
-
-def _inline(value: Any) -> str:
-    if isinstance(value, Mapping):
-        pairs = [f"{_inline(key)} = {_inline(one)}" for key, one in value.items()]
-        return f"{{{', '.join(pairs)}}}"
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

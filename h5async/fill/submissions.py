@@ -217,7 +217,8 @@ class Submissions(QueuedBatches):
 
     def views(self, slot: int, memory: SlotMemory) -> tuple[tuple[Any, ...], ...] | None:
         """Return of what `turns` makes these, by field; None if it cannot."""
-        return self._assembly.views(memory, self._queue.offsets[slot])
+        offsets = self._queue.offsets  # none if another thread has closed the reader
+        return self._assembly.views(memory, offsets[slot]) if offsets else None
 
     def numbers(self, sampling: Sampling, first: int, epoch: int, start: int) -> Numbers | None:
         """Return the samples of batches from `first` on, at `start`, to the end of an epoch.

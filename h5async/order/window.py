@@ -150,7 +150,9 @@ class WindowOrder(Order):
         root, last_root = int(roots.max(initial=1)), int(roots[-1:].sum())
         if (sizes[:-1] == self._size).all():  # so that nothing need be looked up
             roots = np.zeros(0, np.uint64)
-        arrays = table.unit, table.counts, self._bounds, self._delay, table.begin
+        keys = round_keys(self._seed, epoch, "window")
+        names = keyed_hash(table.unit.astype(np.uint64), keys[0], keys[1])
+        arrays = table.unit, table.counts, names, self._bounds, self._delay, table.begin
         given = (0 if one is None or not one.size else address(one) for one in (self._drawn, roots))
         rounds = self._group_rounds, self._block_rounds
         counts = table.unit.size, self._size, self.window, *rounds, table.begin.size - 1
@@ -159,8 +161,7 @@ class WindowOrder(Order):
         blocks = core.new_store(_BLOCKS_KEPT * nbytes, nbytes, False)
         if not blocks:
             return None  # there is no memory for it
-        keys = tuple(round_keys(self._seed, epoch, "window").tolist())
-        struct = core.Window(*map(address, arrays), *given, *more, blocks, keys)
+        struct = core.Window(*map(address, arrays), *given, *more, blocks, tuple(keys.tolist()))
         found: Any = (ctypes.c_uint64 * 9)(1, 0, ctypes.addressof(struct))
         found.held = struct, arrays, self._drawn, roots
         call_when_gone(found, core.free_store, found[2] + core.Window.blocks.offset)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,35 +32,38 @@ _COLOR_TYPE = 25  # position of that byte
 _AREA_ABOVE = 2.0  # as ImageField(interpolation="auto")
 
 
-class Samples:
-    """Encoded samples: `kind` is that of the field that a reader makes of what is stored."""
+class Samples(NamedTuple):
+    """How the encoded samples of a column are stored.
 
-    kind = ""
+    `stored` returns what is stored of one, and whether Pillow converted it; ValueError, with the
+    reason, if it is bad. `shape` is that of pixels; None: bytes are stored.
+    """
 
-    def stored(self, content: Any) -> tuple[Any, bool]:
-        """Return what is stored of a sample, and whether Pillow converted it.
-
-        ValueError, with the reason, if it is bad.
-        """
-        raise NotImplementedError
-
-    def joined(self, stored: list[Any]) -> Values:
-        """Return the values of a column."""
-        return stored
+    stored: Callable[[Any], tuple[Any, bool]]
+    shape: tuple[int, int, int] | None = None
 
 
 def samples_of(
     encoded: Mapping[str, str], size: tuple[int, int] | None, *, verifies: bool
 ) -> dict[str, Samples]:
-    """Return what makes the samples of encoded columns."""
-    return {
-        name: Recordings()
-        if kind == "audio"
-        else KeptImages(verifies=verifies)
-        if size is None
-        else ResizedImages(size)
-        for name, kind in encoded.items()
-    }
+    """Return how the samples of encoded columns are stored; `size` is that of resized images.
+
+    Images that keep their sizes are decoded, if `verifies`, to see whether they are whole; else
+    their headers and ends are looked at.
+    """
+    found = {}
+    for name, kind in encoded.items():
+        if kind == "audio":
+            with needs_package("soundfile", "recordings that are packed"):
+                import soundfile
+            found[name] = Samples(partial(_recording, soundfile))
+        elif size is None:
+            found[name] = Samples(partial(_kept_image, _Scratch() if verifies else None))
+        else:
+            with needs_package("opencv-python-headless", "images that are resized"):
+                import cv2
+            found[name] = Samples(partial(_resized_image, _Scratch(), cv2, size), (*size, 3))
+    return found
 
 
 def encoded_columns(block: Block, source: Mapping[str, str]) -> dict[str, str]:
@@ -90,82 +94,45 @@ def made_block(block: Block, samples: Mapping[str, Samples]) -> Block:
             stored.append(value)
             converted += is_converted
         kept = block.without(refused)
-        columns = {**kept.columns, name: one.joined(stored)}
+        values: Values = stored
+        if one.shape is not None:
+            values = np.array(stored, np.uint8).reshape(-1, *one.shape)
+        columns = {**kept.columns, name: values}
         block = kept._replace(columns=columns, converted=block.converted + converted)
     return block
 
 
-class Recordings(Samples):
-    """Encoded audio, whose bytes are kept if libsndfile can open them."""
-
-    kind = "audio"
-
-    def __init__(self) -> None:
-        with needs_package("soundfile", "recordings that are packed"):
-            import soundfile
-        self._soundfile: Any = soundfile
-
-    def stored(self, content: Any) -> tuple[Any, bool]:
-        """Return the bytes of a recording."""
-        try:
-            self._soundfile.SoundFile(io.BytesIO(memoryview(content))).close()
-        except Exception as error:
-            raise ValueError(f"libsndfile cannot open it: {error}") from error
-        return content, False
+def _recording(soundfile: Any, content: Any) -> tuple[Any, bool]:
+    """Return the bytes of encoded audio, if libsndfile can open them."""
+    try:
+        soundfile.SoundFile(io.BytesIO(memoryview(content))).close()
+    except Exception as error:
+        raise ValueError(f"libsndfile cannot open it: {error}") from error
+    return content, False
 
 
-class KeptImages(Samples):
-    """Encoded images, whose bytes are kept if a reader decodes them.
-
-    If it `verifies`, they are decoded to see whether they are whole; else their headers and ends
-    are looked at.
-    """
-
-    kind = "image"
-
-    def __init__(self, *, verifies: bool = False) -> None:
-        self._verifies = verifies
-        self._own = _Scratch()
-
-    def stored(self, content: Any) -> tuple[Any, bool]:
-        """Return the bytes of an image, or of the PNG that it was converted to."""
-        header, data = header_of(content)
-        if header is None or _has_grey_of_16_bits(header, data):
-            return encoded_images([_by_pillow(data)], "png")[0], True
-        if self._verifies:
-            _decoded(data, header, self._own)
-        return data, False
+def _kept_image(own: _Scratch | None, content: Any) -> tuple[Any, bool]:
+    """Return the bytes of an image, or of the PNG that it was converted to."""
+    header, data = header_of(content)
+    if header is None or _has_grey_of_16_bits(header, data):
+        return encoded_images([_by_pillow(data)], "png")[0], True
+    if own is not None:
+        _decoded(data, header, own)
+    return data, False
 
 
-class ResizedImages(Samples):
-    """Images that are decoded, cut in the middle, and resized to `size`: height and width.
-
-    The pixels are those of ``ImageField(size=size)``.
-    """
-
-    def __init__(self, size: tuple[int, int]) -> None:
-        with needs_package("opencv-python-headless", "images that are resized"):
-            import cv2
-        self._cv2: Any = cv2
-        self._size = size
-        self._own = _Scratch()
-
-    def stored(self, content: Any) -> tuple[Any, bool]:
-        """Return pixels, uint8 (height, width, 3)."""
-        header, data = header_of(content)
-        pixels = _by_pillow(data) if header is None else _decoded(data, header, self._own)
-        height, width = (np.array([one], np.int64) for one in pixels.shape[:2])
-        ((top, left, h, w),) = center_boxes(height, width, self._size).tolist()
-        shrink = max(h / self._size[0], w / self._size[1])
-        how = self._cv2.INTER_AREA if shrink > _AREA_ABOVE else self._cv2.INTER_LINEAR
-        part = pixels[top : top + h, left : left + w]
-        out = np.empty((*self._size, 3), np.uint8)  # (it may return its input)
-        self._cv2.resize(part, self._size[::-1], out, 0, 0, how)
-        return out, False
-
-    def joined(self, stored: list[Any]) -> Values:
-        """Return pixels, uint8 (images, height, width, 3)."""
-        return np.array(stored, np.uint8).reshape(-1, *self._size, 3)
+def _resized_image(
+    own: _Scratch, cv2: Any, size: tuple[int, int], content: Any
+) -> tuple[Any, bool]:
+    """Return pixels, uint8 (height, width, 3), cut in the middle: those of ``ImageField(size)``."""
+    header, data = header_of(content)
+    pixels = _by_pillow(data) if header is None else _decoded(data, header, own)
+    height, width = (np.array([one], np.int64) for one in pixels.shape[:2])
+    ((top, left, h, w),) = center_boxes(height, width, size).tolist()
+    how = cv2.INTER_AREA if max(h / size[0], w / size[1]) > _AREA_ABOVE else cv2.INTER_LINEAR
+    out = np.empty((*size, 3), np.uint8)  # (it may return its input)
+    cv2.resize(pixels[top : top + h, left : left + w], size[::-1], out, 0, 0, how)
+    return out, False
 
 
 class _Scratch(threading.local):

@@ -372,7 +372,7 @@ class Run(Protocol):
     def views(self) -> tuple[tuple[str, ...] | None, tuple[tuple[Any, ...], ...], slice]:
         """Names of fields, of what each is made by slot (`FieldKind.views`), and the whole part.
 
-        Without names, nothing is made.
+        Without names, Python makes it.
         """
 
 
@@ -380,10 +380,10 @@ class Turns:
     """The consumer's turns in the core.
 
     `batch` is the type of batches: one is made without a call of its `__init__`, and has its
-    members `_arrays` set to views, `_later` to its run, slot, serial and number in the run, or -1,
-    and `size`; of given samples, `index`, too. `scratch` is the consumer's; samples below
-    `num_samples` may be given, for which `draw` is as in `BatchQueue.submit`; `is_alone`: no other
-    thread fills batches; `is_ragged`: some fields are.
+    members `_made` set to views, or None if fields are ragged or Python makes it; `_later` to its
+    run, slot, serial and number in the run, or -1; and `size`; of given samples, `index`, too.
+    `scratch` is the consumer's; samples below `num_samples` may be given, for which `draw` is as in
+    `BatchQueue.submit`; `is_alone`: no other thread fills batches; `is_ragged`: some fields are.
 
     `take` takes a list, to which it appends the next batch, and returns whether it did: if not, or
     if anything is not lent, the ring goes on. Given a second argument, it hardly waits. `put_back`
@@ -392,7 +392,11 @@ class Turns:
     whether it did: not if that has anything but int64 below `num_samples`. `fill_own` fills a
     batch, by its serial, that was submitted as the consumer's own, if it is cheap and the state is
     not lent. `on_epoch` is called when the last batch of one was taken. `read` returns a batch that
-    lasts of such samples, read in the calling thread, any one; False if it could not.
+    lasts of such samples, read in the calling thread, any one; False if it could not. `deliver`
+    returns the views of the batch with a serial; None if that is not in use, or Python makes them.
+
+    While the state is lent, `next_in_run` of `struct` is which batch of the run is next, or below
+    all: one that is given.
     """
 
     def __init__(
@@ -409,15 +413,16 @@ class Turns:
     ) -> None:
         self._core = core
         self._memory = bytearray(ctypes.sizeof(core.Turns))
-        self._struct = core.Turns.from_buffer(self._memory)
+        self.struct = core.Turns.from_buffer(self._memory)
         self.take: Callable[..., bool]
         self.ask: Callable[[], int]
         self.give: Callable[[Any], bool]
         self.put_back: Callable[[], bool]
         self.fill_own: Callable[[int], bool]
         self.read: Callable[[Any], Any]
-        functions = core.turns_of(self._memory)
-        self.take, self.ask, self.give, self.put_back, self.fill_own, self.read = functions
+        self.deliver: Callable[[int], dict[str, Any] | None]
+        self.take, self.ask, self.give, self.put_back, *rest = core.turns_of(self._memory)
+        self.fill_own, self.read, self.deliver = rest
         self._slots = np.zeros(queue.num_slots, np.int64)
         self._waits_ns = np.zeros(MAX_WAITS, np.int64)
         # By column: rows of all batches taken by `take`, if it is ragged, and before an epoch.
@@ -425,12 +430,12 @@ class Turns:
         self._seen = 0  # of the waits
         self._on_left: Callable[[], object] | None = None
         self._given: list[Any] = [None] * MAX_GIVEN  # arrays of sample numbers
-        self._keep = queue, scratch, batch, "_arrays", "_later", "size", "index", self._given
+        self._keep = queue, scratch, batch, "_made", "_later", "size", "index", self._given
         self._queue = queue
         # Those that the core may use, with the serial behind those of batches that do.
         self._mappings: list[tuple[int, Sequence[Any]]] = []
         self.run: Any = None  # that is lent to the core
-        struct = self._struct
+        struct = self.struct
         struct.queue, struct.worker = queue.struct, ctypes.pointer(scratch.worker(core).struct)
         struct.num_slots, struct.slot_of = queue.num_slots, address(self._slots)
         struct.waits_ns, struct.is_alone = address(self._waits_ns), is_alone
@@ -449,53 +454,48 @@ class Turns:
         `fields` are, by field: the name, the shape and dtype of its rows, and those of rows as
         read, if they are others. Each call uses one of `spare`, if there is any.
         """
-        struct, self._keep_to_read = self._struct, (fields, spare, (lasting,))
+        struct, self._keep_to_read = self.struct, (fields, spare, (lasting,))
         struct.fields, struct.spare, struct.lasting = map(id, self._keep_to_read)
         struct.array = id(np.ndarray)
 
     def on_epoch(self, function: Callable[[], object] | None) -> None:
         """Set what is called when an epoch ends, while the state is lent."""
-        self._on_epoch, self._struct.on_epoch = function, id(function)
+        self._on_epoch, self.struct.on_epoch = function, id(function)
 
     @property
     def is_lent(self) -> bool:
         """Whether the state is the core's."""
-        return bool(self._struct.is_lent)
-
-    @property
-    def next_in_run(self) -> int:
-        """Which batch of the run is next, while the state is lent; below all: one that is given."""
-        return int(self._struct.next_in_run)
+        return bool(self.struct.is_lent)
 
     @property
     def taken(self) -> int:
         """The batches that `take` has given so far."""
-        return int(self._struct.taken)
+        return int(self.struct.taken)
 
     @property
     def num_waits(self) -> int:
         """The waits for batches that `take` has given so far."""
-        return int(self._struct.num_waits)
+        return int(self.struct.num_waits)
 
     @property
     def epoch_begin_ns(self) -> int:
         """A number that changes when the first batch of an epoch is taken."""
-        return int(self._struct.epoch_begin_ns)
+        return int(self.struct.epoch_begin_ns)
 
     @property
     def waits_before(self) -> int:
         """The waits for batches before that epoch."""
-        return int(self._struct.waits_before)
+        return int(self.struct.waits_before)
 
     @property
     def begun(self) -> int:
         """The epoch of that batch."""
-        return int(self._struct.begun)
+        return int(self.struct.begun)
 
     @property
     def epoch_batches(self) -> int:
         """The batches in an epoch of the run that was lent last."""
-        return int(self._struct.epoch_batches)
+        return int(self.struct.epoch_batches)
 
     def lend(
         self,
@@ -509,7 +509,7 @@ class Turns:
         `slots` are by serial: those of all batches that have one, which follow each other; `given`
         has the samples of those that are given, from the one that is held on.
         """
-        struct, count = self._struct, self._slots.size
+        struct, count = self.struct, self._slots.size
         at_slot = {serial % count: slot for serial, slot in slots.items()}
         free = iter({*range(count)}.difference(at_slot.values()))
         self._slots[:] = [at_slot[at] if at in at_slot else next(free) for at in range(count)]
@@ -548,44 +548,44 @@ class Turns:
 
     def slots(self) -> dict[int, int]:
         """Return the slots of all batches that have one, by serial."""
-        struct, slots = self._struct, self._slots.tolist()
+        struct, slots = self.struct, self._slots.tolist()
         low = struct.next if struct.held < 0 else struct.held
         return {serial: slots[serial % len(slots)] for serial in range(low, struct.assigned)}
 
     def end(self) -> None:
         """Take the state back."""
         if self._mappings:
-            self._mappings[-1] = self._struct.assigned, self._mappings[-1][1]
-        self._struct.is_lent = False
+            self._mappings[-1] = self.struct.assigned, self._mappings[-1][1]
+        self.struct.is_lent = False
         self.run = None
         self.on_epoch(None)
 
     def shut(self) -> None:
         """Take the state back for good."""
-        self._struct.is_open = False
+        self.struct.is_open = False
         self.end()
 
     def is_inside(self) -> bool:
         """Tell whether a thread is in `take` without the GIL."""
-        return bool(self._struct.is_inside)
+        return bool(self.struct.is_inside)
 
     def stop_waiting(self) -> None:
         """Have `take` never wait from now on."""
-        self._struct.waits_not = True
+        self.struct.waits_not = True
 
     def when_left(self, function: Callable[[], object]) -> bool:
         """Have a function called when no thread is in the core any more; False: none is.
 
         The state has been taken back for good.
         """
-        is_any = bool(self._struct.is_inside or self._struct.num_reading)
+        is_any = bool(self.struct.is_inside or self.struct.num_reading)
         if is_any:
-            self._on_left, self._struct.on_left = function, id(function)
+            self._on_left, self.struct.on_left = function, id(function)
         return is_any
 
     def new_waits(self) -> list[float]:
         """Return the last waits since the last call, in seconds."""
-        struct, seen = self._struct, self._seen
+        struct, seen = self.struct, self._seen
         self._seen = struct.num_waits
         each = range(max(seen, self._seen - MAX_WAITS), self._seen)
         return [int(self._waits_ns[wait % MAX_WAITS]) / 1e9 for wait in each]

@@ -1,7 +1,7 @@
 """Defines `Batch`: the arrays of one minibatch, by field; makes batches, and epochs.
 
 The ring is lent to the core for runs of batches that are alike. Of the batches that it hands over,
-only the arrays are made: most loops ask for nothing else, and an object that is touched for the
+only plain arrays are made: most loops ask for nothing else, and an object that is touched for the
 first time in a while costs a microsecond.
 """
 
@@ -28,7 +28,7 @@ from h5async.fill.outcomes import FillOutcome
 from h5async.fill.submissions import Submissions
 from h5async.order.rows import SequenceTable
 from h5async.order.sampling import OF_GIVEN, Course, FillRequest, Sampling
-from h5async.read.queue import RunEpochs
+from h5async.read.queue import RunEpochs, Turns
 from h5async.reader.position import ReaderPosition
 from h5async.reader.readersetup import ReaderSetup
 from h5async.samples.assembly import SlotMemory
@@ -83,7 +83,7 @@ class Batch(Sequence[Any]):
     """
 
     __slots__ = (
-        *("_arrays", "_device", "_sequences"),
+        *("_made", "_device", "_sequences"),  # arrays by name; None: nobody has asked for them
         *("epoch", "index", "last", "number", "size", "static"),
         "_is_over",
         "_later",  # of one that the core handed over: of what the rest is made when asked for
@@ -107,7 +107,7 @@ class Batch(Sequence[Any]):
         self._device = device
         self._is_over = is_over
         self._sequences = sequences
-        self._arrays = arrays
+        self._made: dict[str, Any] | None = arrays
         self.index = index
         self.epoch = epoch
         self.number = number
@@ -124,22 +124,32 @@ class Batch(Sequence[Any]):
         """The row of each sample within its sequence: int64 (size,)."""
         return self.index if self._sequences is None else self._sequences.steps(self.index)
 
+    def _arrays(self) -> dict[str, Any]:
+        if self._made is None:
+            run, slot, serial, number = self._later
+            self._made = run.deliver(serial)
+            if self._made is None:
+                run.complete(self, "_made", slot, serial, number)
+            assert self._made is not None
+        return self._made
+
     def __len__(self) -> int:
-        return len(self._arrays)
+        return len(self._arrays())
 
     def __getitem__(self, key: Any) -> Any:
         """Return the array of a field, by its name or number; a slice gives a tuple.
 
         Raises `DatasetError` for an unknown name.
         """
+        arrays = self._made or self._arrays()
         if isinstance(key, str):
-            if key not in self._arrays:
-                raise DatasetError(f"a batch of {', '.join(self._arrays)} has no {key!r}")
-            return self._arrays[key]
-        return tuple(self._arrays.values())[key]
+            if key not in arrays:
+                raise DatasetError(f"a batch of {', '.join(arrays)} has no {key!r}")
+            return arrays[key]
+        return tuple(arrays.values())[key]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._arrays.values())
+        return iter((self._made or self._arrays()).values())
 
     def __getattr__(self, name: str) -> Any:
         if name in _MEMBERS:
@@ -148,20 +158,19 @@ class Batch(Sequence[Any]):
             run, *place = self._later
             run.complete(self, name, *place)
             return object.__getattribute__(self, name)
-        arrays = self._arrays
+        arrays = self._made or self._arrays()
         if name not in arrays:
             raise AttributeError(f"a batch of {', '.join(arrays)} has no {name!r}")
         return arrays[name]
 
     def __dir__(self) -> list[str]:
         """Add the fields, for completion in a notebook."""
-        return sorted({*super().__dir__(), *filter(str.isidentifier, self._arrays)})
+        return sorted({*super().__dir__(), *filter(str.isidentifier, self._arrays())})
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
         """Leave out what only a batch of a slot has."""
-        return None, {name: getattr(self, name) for name in Batch.__slots__[:-2]} | {
-            "_is_over": None
-        }
+        kept = {name: getattr(self, name) for name in Batch.__slots__[:-2]}
+        return None, kept | {"_made": self._arrays(), "_is_over": None}
 
     @property
     def _where(self) -> str:
@@ -169,17 +178,17 @@ class Batch(Sequence[Any]):
 
     def __repr__(self) -> str:
         where = self._where.removeprefix("a ").capitalize()
-        if isinstance(self._arrays, _ExpiredArrays):
+        if isinstance(self._arrays(), _ExpiredArrays):
             return f"<{where}, expired>"
-        fields = ", ".join(f"{name}={_shown(array)}" for name, array in self._arrays.items())
+        fields = ", ".join(f"{name}={_shown(array)}" for name, array in self._arrays().items())
         return f"<{where}: {fields}>"
 
     def _repr_html_(self) -> str:
         title = self._where.removeprefix("a ").capitalize()
-        if isinstance(self._arrays, _ExpiredArrays) or (self._is_over and self._is_over()):
+        if isinstance(self._arrays(), _ExpiredArrays) or (self._is_over and self._is_over()):
             return table(title, [], note=_OVER)
         device = "cpu" if self._device is None else self._device.name
-        rows = [[name, *_cells(array)] for name, array in self._arrays.items()]
+        rows = [[name, *_cells(array)] for name, array in self._arrays().items()]
         numbers = ", ".join(map(str, self.index[:_SHOWN].tolist()))
         more = ", …" if self.size > _SHOWN else ""
         amount = f"{counted(self.size, 'sample')} on {device}"
@@ -193,14 +202,14 @@ class Batch(Sequence[Any]):
 
     def keys(self) -> list[str]:
         """Return the names of the fields, in order."""
-        return list(self._arrays)
+        return list(self._arrays())
 
     def copy(self) -> Batch:
         """Return a batch that owns its memory (on a GPU: copied on the current stream)."""
         with nullcontext() if self._device is None else self._device.current():
             what = f"a copy of {self._where}"
             with taking_memory(what, _REMEDY):
-                arrays = {name: array.copy() for name, array in self._arrays.items()}
+                arrays = {name: array.copy() for name, array in self._arrays().items()}
         place = self.epoch, self.number, self.last
         more = self._device, self._sequences
         return Batch(arrays, self.index, *place, *more, static=self.static)
@@ -243,7 +252,7 @@ class _ExpiredArrays(dict[str, Any]):
 
 def expire(batch: Batch) -> None:
     """Make all uses of a batch's fields raise `BatchExpiredError`."""
-    batch._arrays = _ExpiredArrays(batch.keys(), batch._where)
+    batch._made = _ExpiredArrays(batch.keys(), batch._where)
 
 
 # --- how they are made ----------------------------------------------------------------------------
@@ -285,7 +294,7 @@ class Batches:
 
     def complete(self, batch: Batch, _: str) -> None:
         """Make all that a batch lacks that the core has read at once; see `Run.complete`."""
-        batch.__init__(batch._arrays, batch.index, *_OUTSIDE, *self.more(None))  # type: ignore[misc]
+        batch.__init__(batch._arrays(), batch.index, *_OUTSIDE, *self.more(None))  # type: ignore[misc]
 
     def batch(
         self, filled: FillOutcome, epoch: int, number: int, last: bool, serial: int | None = None
@@ -317,6 +326,7 @@ class Run:
         epochs: RunEpochs,
         sampling: Sampling,
         submissions: Submissions | PostedBatches,
+        turns: Turns,
         slots: Sequence[SlotMemory],
     ) -> None:
         self.epochs, self.place = epochs, course.place
@@ -325,6 +335,7 @@ class Run:
         gone = sum(other < request.serial for other in course.schedule.others)
         self._schedule = course.schedule.with_others(gone, ())
         self._index_of, self._arrays_of = submissions.index, submissions.arrays
+        self.deliver = turns.deliver  # a batch's arrays; None: `complete` has to make them
         self._slots = slots
         views = [submissions.views(number, slot) for number, slot in enumerate(slots)]
         names = None if batches.has_masks or None in views else batches.names
@@ -355,20 +366,20 @@ class Run:
             batch.index = index
             return
         epoch, number, start = OF_GIVEN if in_run < 0 else self._schedule.position(in_run)
-        if name == "_arrays":  # not plain ones, with masks, or there was no memory for them
+        if name == "_made":  # with masks, after the batch's life, or there was no memory for them
             if self._batches.is_over(serial):
                 names = *self._batches.names, *self._batches.masks
-                batch._arrays = _ExpiredArrays(names, _where(epoch, number))
+                batch._made = _ExpiredArrays(names, _where(epoch, number))
                 return
             arrays = self._arrays_of(self._slots[slot], batch.index)
-            batch._arrays = self._batches.arrays(FillOutcome(batch.index, arrays), epoch)
+            batch._made = self._batches.arrays(FillOutcome(batch.index, arrays), epoch)
             return
         if name == "index":
             batch.index = self._sampling.batch_at(epoch, start)
             return
         last = in_run >= 0 and self._schedule.is_last(in_run)
         batch.__init__(  # type: ignore[misc]  # it was made without
-            batch._arrays, batch.index, epoch, number, last, *self._batches.more(serial)
+            batch._arrays(), batch.index, epoch, number, last, *self._batches.more(serial)
         )
 
 
@@ -377,6 +388,7 @@ def next_run(
     course: Course,
     ring: SlotRing[Any],
     submissions: Submissions | PostedBatches,
+    turns: Turns,
     slots: Sequence[SlotMemory],
 ) -> Run | None:
     """Return the run of the next batches; None if they are not alike, or too few."""
@@ -387,7 +399,7 @@ def next_run(
     epochs = submissions.run_from(request)
     if epochs is None or epochs.stop - following < _LEAST:
         return None
-    return Run(batches, course, request, epochs, sampling, submissions, slots)
+    return Run(batches, course, request, epochs, sampling, submissions, turns, slots)
 
 
 class Epoch(Iterator[Batch]):
@@ -410,24 +422,25 @@ class Epoch(Iterator[Batch]):
         self._place = position.course.place if run is None else run.place
         self._epochs = epoch, -1
         self._get_next_batch = get_next_batch
+        self._turns = ring.turns
         # While its run lasts, the epoch ends here.
         self._run, self._stop = run, 0
         if run is not None:
             self._stop = run.epochs.end_of(epoch - run.epoch)
 
     def __next__(self) -> Batch:
-        turns = self._ring.turns
+        turns, mine = self._turns, self._run
         run = None if turns is None else turns.run
-        if run is None or run is not self._run:
+        if run is mine is not None:
+            assert turns is not None
+            is_over = turns.struct.next_in_run >= self._stop
+        else:
             course, serial = self._position.course, self._ring.consumer.next
             is_over = course.place is not self._place
             is_over = is_over or course.position(serial).epoch not in self._epochs
             if not is_over and run is not None:
                 self._run = run
                 self._stop = run.epochs.end_of(self._epochs[0] - run.epoch)
-        else:
-            assert turns is not None
-            is_over = turns.next_in_run >= self._stop
         if is_over:
             self._position.looped_epoch = None
             raise StopIteration

@@ -161,7 +161,7 @@ class Delivery:
             return False
         slots = [slot.memory for slot in self._setup.slots]
         with suppressing(MemoryError):  # it goes on without
-            run = next_run(self._batches, course, ring, submissions, slots)
+            run = next_run(self._batches, course, ring, submissions, turns, slots)
             if run is not None:
                 turns.on_epoch(self._end_epoch_of_turns)
                 ring.lend(run)
@@ -213,7 +213,7 @@ class Delivery:
         run = None if turns is None else turns.run
         if turns is None or run is None or wanted[3:6:2] != (has_threads, has_threads):
             return None
-        number = run.epochs.epoch_beginning(turns.next_in_run)
+        number = run.epochs.epoch_beginning(turns.struct.next_in_run)
         if number is None:
             return None
         return Epoch(self._position, self._ring, run.epoch + number, get_next_batch, run)

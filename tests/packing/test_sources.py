@@ -401,7 +401,7 @@ def test_times_of_differing_units_are_refused(tmp_path):
 def test_nulls_need_a_value(tmp_path):
     pa.feather = pytest.importorskip("pyarrow.feather")
     pa.feather.write_feather(pa.table({"x": [1, None, 3]}), tmp_path / "in.feather")
-    with pytest.raises(DatasetError, match=r"has 1 nulls.*fill=\{'x': 0\}"):
+    with pytest.raises(DatasetError, match=r'has 1 nulls.*fill=\{"x": 0\}'):
         h5async.pack(tmp_path / "in.feather", tmp_path / "out.h5")
     typed = ["pack", tmp_path / "in.feather", "-o", tmp_path / "out.h5", "--fill", "x=-5"]
     found = CliRunner().invoke(cli.app, list(map(str, [*typed, "--resume"])))

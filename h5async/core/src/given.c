@@ -133,10 +133,10 @@ static Method TURNS[] = {{"take", take, METH_FASTCALL, NULL},
                          {"give", give, METH_FASTCALL, NULL},
                          {"put_back", put_back, METH_FASTCALL, NULL},
                          {"fill_own", fill_own, METH_FASTCALL, NULL},
-                         {"read", read_at_once, METH_FASTCALL, NULL}};
+                         {"read", read_at_once, METH_FASTCALL, NULL},
+                         {"deliver", deliver, METH_FASTCALL, NULL}};
 
-/* Return `take`, `ask`, `give`, `put_back`, `fill_own` and `read` for Python, for a structure in a bytearray, which
-   they keep. */
+/* Return these for Python, in this order, for a structure in a bytearray, which they keep. */
 PUBLIC Object *h5async_turns_of(Object *memory)
 {
     enum { COUNT = sizeof TURNS / sizeof *TURNS };
@@ -145,7 +145,7 @@ PUBLIC Object *h5async_turns_of(Object *memory)
     for (int i = 0; i < COUNT; i++)
         are_made &= (made[i] = PyCFunction_NewEx(&TURNS[i], memory, NULL)) != NULL;
     if (are_made)
-        all = PyTuple_Pack(COUNT, made[0], made[1], made[2], made[3], made[4], made[5]);
+        all = PyTuple_Pack(COUNT, made[0], made[1], made[2], made[3], made[4], made[5], made[6]);
     for (int i = 0; i < COUNT; i++)
         Py_DecRef(made[i]);
     return all;

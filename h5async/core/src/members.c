@@ -99,7 +99,7 @@ static const Structure ALL_STRUCTURES[] = {
             epoch_batches, epochs, epoch, number, type, made, later, size, index, samples, run, names, arrays, part, on_left, on_epoch,
             taken, samples_taken, num_waits, total_ns, begin_ns, end_ns, epoch_begin_ns,
             begun, taken_before, samples_before, waits_before, total_before_ns, num_rows)
-    MEMBERS(Window, unit, count, bounds, delay, begin, drawn, roots, root, last_root, num_units, size,
+    MEMBERS(Window, unit, count, names, bounds, delay, begin, drawn, roots, root, last_root, num_units, size,
             window, group_rounds, block_rounds, num_blocks, skip, num_samples, blocks, keys)
     MEMBERS(Curl, curl_global_init, curl_easy_init, curl_easy_setopt, curl_easy_getinfo,
             curl_easy_cleanup, curl_multi_init, curl_multi_setopt, curl_multi_add_handle,

@@ -83,17 +83,17 @@ AVX2 ALWAYS_INLINE __m256i shifted_avx2(__m256i half, __m256i other, __m256i mod
     return _mm256_min_epu32(half, _mm256_sub_epi64(half, modulus)); /* below 0, it is large */
 }
 
-enum { VECTORS = 4 };
+enum { VECTORS = 4, AVX2_LANES = 4 * VECTORS };
 
-/* feistel_lanes, of a domain with a factor, for multiples of 4 * VECTORS lanes. */
+/* feistel_lanes, of a domain with a factor, for multiples of AVX2_LANES. */
 AVX2 static void feistel_avx2(uint64_t *x, int lanes, Domain d, const uint64_t *names, const uint64_t *keys)
 {
     const __m256i factor = _mm256_set1_epi64x((int64_t)d.factor);
     const __m256i a = _mm256_set1_epi64x((int64_t)d.a), b = _mm256_set1_epi64x((int64_t)d.b);
-    for (int begin = 0; begin < lanes; begin += 4 * VECTORS) {
+    for (int begin = 0; begin < lanes; begin += AVX2_LANES) {
         __m256i left[VECTORS], right[VECTORS], name[VECTORS], *at = (__m256i *)(void *)(x + begin);
-        uint64_t multiplied[4 * VECTORS];
-        for (int j = 0; j < 4 * VECTORS; j++)
+        uint64_t multiplied[AVX2_LANES];
+        for (int j = 0; j < AVX2_LANES; j++)
             multiplied[j] = names[begin + j] * FIRST_FACTOR;
         memcpy(name, multiplied, sizeof name);
         for (int j = 0; j < VECTORS; j++) {

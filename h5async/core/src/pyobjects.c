@@ -23,6 +23,7 @@ extern void PyErr_Clear(void);
 extern Object *PyLong_FromLongLong(long long value);
 extern long long PyLong_AsLongLong(Object *object);
 extern Object *PyBool_FromLong(long value);
+extern Object *Py_BuildValue(const char *format, ...);
 extern Object *PyObject_CallFunctionObjArgs(Object *function, ...);
 extern int PyObject_SetAttr(Object *object, Object *name, Object *value);
 extern Object *PyList_New(intptr_t size);
@@ -115,4 +116,26 @@ static Object *new_samples(Object *of, int64_t count)
     if (!is_made)
         Py_DecRef(made);
     return is_made ? made : NULL;
+}
+
+/* Return what FieldKind.views says of fields, by name: of `count` samples, which a slice says, too, unless
+   that is NULL. NULL, without an exception: there is no memory. */
+static Object *new_views(Object *names, Object *fields, Object *whole, int64_t count)
+{
+    Object *views = PyDict_New(), *part = whole ? whole : new_part(count);
+    int are_made = views && part;
+    for (intptr_t i = 0; are_made && i < PyTuple_Size(fields); i++) {
+        Object *of = PyTuple_GetItem(fields, i);
+        Object *view = PyTuple_Size(of) == 1 ? PyObject_GetItem(PyTuple_GetItem(of, 0), part)
+                                             : new_samples(of, count);
+        are_made = view != NULL && PyDict_SetItem(views, PyTuple_GetItem(names, i), view) == 0;
+        Py_DecRef(view);
+    }
+    if (part != whole)
+        Py_DecRef(part);
+    if (are_made)
+        return views;
+    PyErr_Clear();
+    Py_DecRef(views);
+    return NULL;
 }

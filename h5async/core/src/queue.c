@@ -19,8 +19,9 @@
 enum { SPIN_NS = 200000, QUICK_NS = 100000, LONG_GAP_NS = 1000000 };
 /* The consumer itself fills batches that take no longer than to wake a thread. While it waits for one
    that takes little longer, it helps the threads: to look for its end in a loop would keep a core from
-   them, and to sleep would take as long. */
-enum { CHEAP_NS = 25000, HELPED_NS = 300000, MOST_FILL_NS = 1000000 };
+   them, and to sleep would take as long. It goes on with that while batches take three times as long, so
+   that one slow batch does not end it: changing to and fro leaves cores idle. */
+enum { CHEAP_NS = 25000, HELPED_NS = 300000, STILL_HELPED_NS = 900000, MOST_FILL_NS = 1000000 };
 /* What is left of a batch is cut into ranges for all who may read; the last ones are the smallest. */
 enum { RANGES_EACH = 2, LEAST_RANGE_NBYTES = 128 * 1024 };
 enum { WOKEN_NBYTES = 256 * 1024 /* some 25 us: worth waking a thread for */ };
@@ -199,7 +200,7 @@ static int submit_wish(Queue *queue, int64_t slot, Wish *wish, const int64_t *sa
     int is_good = 1, wakes = 0;
     pthread_mutex_lock(&queue->lock);
     Job *job = &queue->jobs[slot];
-    queue->is_helped = is_own && queue->fill_ns <= HELPED_NS;
+    queue->is_helped = is_own && queue->fill_ns <= (queue->is_helped ? STILL_HELPED_NS : HELPED_NS);
     is_own = is_own && queue->fill_ns <= CHEAP_NS;
     if (job->wish.serial == wish->serial) {
         wakes = job->is_own && !is_own && is_to_be_woken(queue, 0);

@@ -266,8 +266,10 @@ static int list_places(BatchPlan *plan, const int64_t *samples, int64_t count, c
         plan->places[i] = total;
         total += f->lengths[samples[i]];
     }
-    for (int64_t i = 0; target->offsets != NULL && i <= count; i++)
-        target->offsets[i] = i < count ? plan->places[i] : total;
+    if (target->offsets != NULL) {
+        memcpy(target->offsets, plan->places, (size_t)count * sizeof total);
+        target->offsets[count] = total;
+    }
     return total > target->capacity ? -1 : 1;
 }
 

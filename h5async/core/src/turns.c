@@ -51,7 +51,7 @@ typedef struct {
     const RunEpoch *epochs;
     int64_t epoch, number; /* of the batch `first` */
     /* Python's: the type of batches, the names of the members that the arrays, the run with the batch's
-       place, its size and its numbers are set to; of the run: names of fields (NULL: no views are made), of
+       place, its size and its numbers are set to; of the run: names of fields (NULL: Python makes views), of
        what these are made in each slot (see FieldKind.views), and the part of whole batches; what is
        called when the consumer has left a reader that was closed meanwhile, and when the last batch
        of an epoch was taken. */
@@ -171,7 +171,7 @@ static void submit_next(Turns *t)
 static Job *job_to_help(const Turns *t, Job *job, Job *helped)
 {
     const Queue *queue = t->queue;
-    int helps = t->is_alone || queue->fill_ns <= HELPED_NS;
+    int helps = t->is_alone || queue->is_helped;
     if (helps && helped != NULL && is_open(helped) && !helped->is_own)
         return helped;
     if (is_open(job))
@@ -258,38 +258,22 @@ static int await_next(Turns *t, int may_wait)
     return tell_left(t) ? 0 : -1;
 }
 
-/* Return what a batch delivers of a slot, by name; NULL, without an exception: there is no memory. */
-static Object *new_views(const Turns *t, int64_t slot, int64_t count)
+/* Return what a batch delivers, by name; NULL, without an exception: there is no memory. */
+static Object *views_of(const Turns *t, int64_t serial)
 {
-    Object *views = PyDict_New(), *part = count == t->count ? t->part : new_part(count);
-    Object *fields = PyTuple_GetItem(t->arrays, slot);
-    for (intptr_t i = 0; views != NULL && part != NULL && i < PyTuple_Size(fields); i++) {
-        Object *of = PyTuple_GetItem(fields, i);
-        Object *view = PyTuple_Size(of) == 1 ? PyObject_GetItem(PyTuple_GetItem(of, 0), part)
-                                             : new_samples(of, count);
-        if (view == NULL || PyDict_SetItem(views, PyTuple_GetItem(t->names, i), view) != 0) {
-            Py_DecRef(views);
-            views = NULL;
-        }
-        Py_DecRef(view);
-    }
-    if (views == NULL || part == NULL)
-        PyErr_Clear();
-    if (part == NULL)
-        Py_DecRef(views);
-    if (part != t->part)
-        Py_DecRef(part);
-    return part ? views : NULL;
+    int64_t count = count_of(t, serial);
+    Object *part = count == t->count ? t->part : NULL;
+    return new_views(t->names, PyTuple_GetItem(t->arrays, t->slot_of[serial % t->num_slots]), part, count);
 }
 
-/* Return a batch with some members set; `index` and `views` may be NULL. */
+/* Return a batch with some members set; `index` may be NULL. */
 static Object *batch_of(const Turns *t, Object *later, Object *size, Object *index, Object *views)
 {
     Object *batch = PyType_GenericAlloc(t->type, 0);
     if (batch != NULL && PyObject_SetAttr(batch, t->later, later) == 0 &&
         PyObject_SetAttr(batch, t->size, size) == 0 &&
         (!index || PyObject_SetAttr(batch, t->index, index) == 0) &&
-        (!views || PyObject_SetAttr(batch, t->made, views) == 0))
+        PyObject_SetAttr(batch, t->made, views) == 0)
         return batch;
     Py_DecRef(batch);
     return NULL;
@@ -306,7 +290,10 @@ static Object *new_batch(const Turns *t)
     Object *place = is_alike ? serial : PyLong_FromLongLong(t->next_in_run);
     Object *index = given ? PyList_GetItem(t->samples, given - t->given) : NULL;
     Py_IncRef(run); /* which a reader that is closed meanwhile would let go of; see `take` */
-    Object *views = t->names ? new_views(t, at, count) : NULL;
+    int are_plain = t->num_rows == NULL; /* others take longer, and are made when they are asked for */
+    Object *views = t->names && are_plain ? views_of(t, t->next) : NULL;
+    if (views == NULL)
+        views = Py_BuildValue("");
     int is_made = slot && serial && size && place;
     Object *later = is_made ? PyTuple_Pack(4, run, slot, serial, place) : NULL;
     Object *batch = later ? batch_of(t, later, size, index, views) : NULL;
@@ -398,6 +385,22 @@ static Object *take(Object *self, Object *const *arguments, intptr_t count)
         is_taken = count_taken(t, begin) ? 1 : -1;
     Py_DecRef(batch);
     return is_taken < 0 ? NULL : PyBool_FromLong(is_taken);
+}
+
+/* Return what the batch in use delivers, by name. None: its serial is not the argument, or Python is to
+   make that. */
+static Object *deliver(Object *self, Object *const *arguments, intptr_t count)
+{
+    (void)count;
+    Turns *t = (void *)PyByteArray_AsString(self);
+    int64_t serial = PyLong_AsLongLong(arguments[0]);
+    Object *views = NULL, *run = t->run;
+    if (t->is_lent && t->names && serial == t->held) {
+        Py_IncRef(run); /* see new_batch */
+        views = views_of(t, serial);
+        Py_DecRef(run);
+    }
+    return views ? views : Py_BuildValue("");
 }
 
 /* Have the batch that was taken last be the next one again. Returns whether it is; nothing can come

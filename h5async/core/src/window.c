@@ -7,6 +7,7 @@
 
 typedef struct {
     const int64_t *unit, *count; /* [num_units], as the units start */
+    const uint64_t *names;       /* of these: see name_by */
     const int64_t *bounds;       /* by unit: its first sample, and behind the last unit */
     const int64_t *delay;        /* [size], ascending */
     const int64_t *begin;        /* by block: its first position, and behind the last block */
@@ -252,25 +253,28 @@ static int sort_buckets(const Window *w, const Block *b, int64_t begin, int64_t 
    units of `size` samples are found sooner. (Quotients of doubles are exact: none is rounded up to a
    number.) */
 ALWAYS_INLINE int64_t find_lanes(const Window *w, int64_t first_round, const uint32_t *places,
-                                 int64_t count, int lanes, int is_even, int64_t *samples)
+                                 int64_t count, Domain d, int lanes, int64_t *samples)
 {
     const double size = (double)w->size, window = (double)w->window;
-    const uint64_t in_unit = (uint64_t)w->size;
-    const Domain d = {.count = in_unit, .a = w->root, .b = (in_unit + w->root - 1) / w->root};
+    const int is_even = w->roots == NULL;
     int64_t done = 0;
     for (; done + lanes <= count; done += lanes) {
-        uint64_t x[MAX_LANES], unit[MAX_LANES], names[MAX_LANES], own[2][MAX_LANES];
-        int64_t first[MAX_LANES], sizes[MAX_LANES], start[MAX_LANES], differ = 0, are_outside = 0;
+        uint64_t x[MAX_LANES], names[MAX_LANES], own[2][MAX_LANES];
+        int64_t unit[MAX_LANES], first[MAX_LANES], sizes[MAX_LANES], differ = 0, are_outside = 0;
+        int32_t start[MAX_LANES];
         for (int j = 0; j < lanes; j++) {
-            int64_t round = (int64_t)((double)places[done + j] / size);
-            int64_t s = (int64_t)places[done + j] - round * w->size;
-            start[j] = first_round + round - (int64_t)((double)s * window / size);
+            int32_t place = (int32_t)places[done + j], round = (int32_t)((double)place / size);
+            int32_t s = place - round * (int32_t)w->size;
+            start[j] = round - (int32_t)((double)s * window / size);
             x[j] = (uint64_t)s;
         }
-        for (int j = 0; j < lanes; j++)
-            unit[j] = (uint64_t)w->unit[start[j]];
+        for (int j = 0; j < lanes; j++) {
+            const int64_t at = first_round + start[j];
+            unit[j] = w->unit[at], names[j] = w->names[at];
+            x[j] += at == 0 ? (uint64_t)w->skip : 0;
+        }
         for (int j = 0; j < lanes && is_even; j++) { /* in vectors, unlike what is looked up */
-            first[j] = (int64_t)unit[j] * w->size;
+            first[j] = unit[j] * w->size;
             sizes[j] = w->num_samples - first[j];
             sizes[j] = sizes[j] < w->size ? sizes[j] : w->size;
         }
@@ -278,18 +282,18 @@ ALWAYS_INLINE int64_t find_lanes(const Window *w, int64_t first_round, const uin
             first[j] = w->bounds[unit[j]];
             sizes[j] = w->bounds[unit[j] + 1] - first[j];
         }
-        for (int j = 0; j < lanes; j++) {
-            x[j] += start[j] == 0 ? (uint64_t)w->skip : 0;
-            differ |= sizes[j] ^ w->size;
-        }
         for (int j = 0; j < lanes; j++)
-            names[j] = name_by(w->keys, unit[j]);
+            differ |= sizes[j] ^ w->size;
         for (int j = 0; j < lanes && differ; j++)
             own[0][j] = is_even ? sizes[j] < w->size ? w->last_root : d.a : w->roots[unit[j]];
         for (int j = 0; j < lanes && differ; j++)
             own[1][j] = (uint64_t)((double)((uint64_t)sizes[j] + own[0][j] - 1) / (double)own[0][j]);
         if (differ)
             feistel_lanes(x, lanes, d, own, names, w->keys);
+#if defined(AVX2)
+        else if (lanes == AVX2_LANES && d.factor != 0)
+            feistel_avx2(x, lanes, d, names, w->keys);
+#endif
         else
             feistel_lanes(x, lanes, d, NULL, names, w->keys);
         for (int j = 0; j < lanes; j++)
@@ -306,31 +310,33 @@ ALWAYS_INLINE int64_t find_lanes(const Window *w, int64_t first_round, const uin
     return done;
 }
 
-ALWAYS_INLINE int64_t find_some(const Window *w, int64_t first_round, const uint32_t *places,
-                                int64_t count, int lanes, int64_t *samples)
-{
-    return w->roots ? find_lanes(w, first_round, places, count, lanes, 0, samples)
-                    : find_lanes(w, first_round, places, count, lanes, 1, samples);
-}
-
 #if defined(AVX512)
 AVX512 static int64_t find_avx512(const Window *w, int64_t first_round, const uint32_t *places,
-                                  int64_t count, int64_t *samples)
+                                  int64_t count, Domain d, int64_t *samples)
 {
-    return find_some(w, first_round, places, count, MAX_LANES, samples);
+    return find_lanes(w, first_round, places, count, d, MAX_LANES, samples);
+}
+
+AVX2 static int64_t find_avx2(const Window *w, int64_t first_round, const uint32_t *places,
+                              int64_t count, Domain d, int64_t *samples)
+{
+    return find_lanes(w, first_round, places, count, d, AVX2_LANES, samples);
 }
 #endif
 
 static void find_places(const Window *w, int64_t first_round, const uint32_t *places, int64_t count,
                         int64_t *samples)
 {
+    const Domain d = domain_of((uint64_t)w->size, w->root, ((uint64_t)w->size + w->root - 1) / w->root);
     int64_t i = 0;
 #if defined(AVX512)
     if (HAS_AVX512())
-        i = find_avx512(w, first_round, places, count, samples);
+        i = find_avx512(w, first_round, places, count, d, samples);
+    else if (HAS_AVX2())
+        i = find_avx2(w, first_round, places, count, d, samples);
 #endif
-    i += find_some(w, first_round, places + i, count - i, LANES, samples + i);
-    find_some(w, first_round, places + i, count - i, 1, samples + i);
+    i += find_lanes(w, first_round, places + i, count - i, d, LANES, samples + i);
+    find_lanes(w, first_round, places + i, count - i, d, 1, samples + i);
 }
 
 /* Compute the samples at `count` positions from `start` on, all of which the order has; 0: there is no
@@ -339,7 +345,7 @@ PUBLIC int64_t h5async_window_samples(const Window *w, int64_t *samples, int64_t
 {
     const int64_t all = count;
     int64_t number = 0, high = w->num_blocks;
-    int is_good = block_at(w, 0, NULL).most_samples <= UINT32_MAX;
+    int is_good = block_at(w, 0, NULL).most_samples <= INT32_MAX && w->window <= INT32_MAX;
     FIND_LAST(number, high, at, w->begin[at] <= start)
     while (is_good && count > 0) {
         Kept *kept = NULL;
