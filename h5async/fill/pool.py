@@ -181,10 +181,11 @@ class WorkPool(Workers):
         with self._lock:
             if self.is_stopped:
                 return
+            # First: work without a ticket, after an exception in here, would take that of others.
+            for _ in works if self.num_threads else ():
+                self._tickets.put(True)
             for work in works:
                 heapq.heappush(self._heap, (serial, next(self._order), work))
-        for _ in works if self.num_threads else ():
-            self._tickets.put(True)
 
     def run_next(self) -> bool:
         """Do the most urgent piece of work in the calling thread; return False if there is none."""

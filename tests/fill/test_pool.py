@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,6 +58,24 @@ def test_an_exception_is_told_and_the_thread_goes_on(num_threads: int) -> None:
     pool.stop(lambda: None)
     pool.join(SECONDS)
     assert [type(error) for error in crashes] == [ValueError] * num_threads
+
+
+def test_work_whose_addition_is_interrupted_takes_no_ticket_of_later_work() -> None:
+    pool, is_done = pool_of(1), threading.Event()
+    pool.start("a test")
+    put = pool._tickets.put
+
+    def interrupt(_: bool) -> None:
+        raise KeyboardInterrupt
+
+    pool._tickets = SimpleNamespace(get=pool._tickets.get, put=interrupt)  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        pool.add(0, [lambda: None])
+    pool._tickets.put = put  # type: ignore[method-assign]
+    pool.add(1, [is_done.set])
+    assert is_done.wait(SECONDS)
+    pool.stop(lambda: None)
+    pool.join(SECONDS)
 
 
 def test_the_last_worker_lets_go_and_nobody_waits_for_it() -> None:
