@@ -86,7 +86,13 @@ class Simulation:
 def driver_of(cupy):
     """Return the functions of CUDA's driver that are called without CuPy."""
     runtime = cupy.cuda.runtime
+
+    def get_current(context):
+        context._obj.value = cupy.cuda.driver.ctxGetCurrent()
+        return 0
+
     return types.SimpleNamespace(
+        cuCtxGetCurrent=get_current,
         cuEventRecord=lambda event, stream: runtime.eventRecord(event, stream),
         cuEventQuery=lambda event: runtime.eventQuery(event),
         cuStreamWaitEvent=lambda stream, event, flags: runtime.streamWaitEvent(stream, event),

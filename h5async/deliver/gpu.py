@@ -65,8 +65,10 @@ class Gpu:
         CuPy's `Device` would return to GPU 0, and so make a context there. Restoring the previous
         context, or none, makes no context.
         """
-        driver = self.cupy.cuda.driver
-        before = driver.ctxGetCurrent()
+        driver, found = self.cupy.cuda.driver, ctypes.c_void_p()
+        if status := self._driver.cuCtxGetCurrent(ctypes.byref(found)):
+            raise driver.CUDADriverError(status)
+        before = found.value or 0
         if before != self._context:
             driver.ctxSetCurrent(self._context)
         try:
@@ -246,6 +248,7 @@ def load_driver() -> Any:
     driver.cuEventRecord.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
     driver.cuEventQuery.argtypes = (ctypes.c_void_p,)
     driver.cuStreamWaitEvent.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)
+    driver.cuCtxGetCurrent.argtypes = (ctypes.c_void_p,)
     return driver
 
 
