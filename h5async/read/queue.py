@@ -393,7 +393,8 @@ class Turns:
     batch, by its serial, that was submitted as the consumer's own, if it is cheap and the state is
     not lent. `on_epoch` is called when the last batch of one was taken. `read` returns a batch that
     lasts of such samples, read in the calling thread, any one; False if it could not. `deliver`
-    returns the views of the batch with a serial; None if that is not in use, or Python makes them.
+    returns the views of the batch with a serial and size; None if that is not in use, or Python
+    makes them.
 
     While the state is lent, `next_in_run` of `struct` is which batch of the run is next, or below
     all: one that is given.
@@ -420,7 +421,7 @@ class Turns:
         self.put_back: Callable[[], bool]
         self.fill_own: Callable[[int], bool]
         self.read: Callable[[Any], Any]
-        self.deliver: Callable[[int], dict[str, Any] | None]
+        self.deliver: Callable[[int, int], dict[str, Any] | None]
         self.take, self.ask, self.give, self.put_back, *rest = core.turns_of(self._memory)
         self.fill_own, self.read, self.deliver = rest
         self._slots = np.zeros(queue.num_slots, np.int64)

@@ -127,7 +127,7 @@ class Batch(Sequence[Any]):
     def _arrays(self) -> dict[str, Any]:
         if self._made is None:
             run, slot, serial, number = self._later
-            self._made = run.deliver(serial)
+            self._made = run.deliver(serial, self.size)
             if self._made is None:
                 run.complete(self, "_made", slot, serial, number)
             assert self._made is not None

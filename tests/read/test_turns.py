@@ -148,6 +148,24 @@ def test_samples_that_differ_in_size(uneven, shuffle, num_threads):
             assert (found.batches, found.nbytes) == (expected.batches, expected.nbytes)
 
 
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_a_short_batch_is_asked_for_once_the_next_run_has_begun(uneven, num_threads):
+    path, rows = uneven
+    options = {"fields": UNEVEN, "batch_size": 110, "shuffle": "full", "num_threads": num_threads}
+    with opened(path, **options) as reader:
+        last = []
+        for _ in range(20 * len(reader)):
+            batch, run = reader.get_next_batch(), reader._engine.ring.turns.run
+            reader.fetch_data()  # of the next run, if this was the last batch of one
+            if batch.last:
+                last.append(reader._engine.ring.turns.run is not run)
+                values = [rows[sample][0] for sample in batch.index]
+                check_parts(batch.ragged.values, batch.ragged.offsets, values)
+                check_parts(batch.sparse.data, batch.sparse.indptr, values)
+                assert len(batch.heap) == batch.size == SAMPLES % 110
+        assert any(last)
+
+
 def test_what_python_makes_of_a_batch_is_asked_for_too_late(uneven):
     path, rows = uneven
     packed = {"packed": RaggedField("sparse/data", offsets="sparse/indptr", pack=16)}

@@ -259,9 +259,8 @@ static int await_next(Turns *t, int may_wait)
 }
 
 /* Return what a batch delivers, by name; NULL, without an exception: there is no memory. */
-static Object *views_of(const Turns *t, int64_t serial)
+static Object *views_of(const Turns *t, int64_t serial, int64_t count)
 {
-    int64_t count = count_of(t, serial);
     Object *part = count == t->count ? t->part : NULL;
     return new_views(t->names, PyTuple_GetItem(t->arrays, t->slot_of[serial % t->num_slots]), part, count);
 }
@@ -291,7 +290,7 @@ static Object *new_batch(const Turns *t)
     Object *index = given ? PyList_GetItem(t->samples, given - t->given) : NULL;
     Py_IncRef(run); /* which a reader that is closed meanwhile would let go of; see `take` */
     int are_plain = t->num_rows == NULL; /* others take longer, and are made when they are asked for */
-    Object *views = t->names && are_plain ? views_of(t, t->next) : NULL;
+    Object *views = t->names && are_plain ? views_of(t, t->next, count) : NULL;
     if (views == NULL)
         views = Py_BuildValue("");
     int is_made = slot && serial && size && place;
@@ -387,17 +386,17 @@ static Object *take(Object *self, Object *const *arguments, intptr_t count)
     return is_taken < 0 ? NULL : PyBool_FromLong(is_taken);
 }
 
-/* Return what the batch in use delivers, by name. None: its serial is not the argument, or Python is to
-   make that. */
+/* Return what the batch in use delivers, by name, with its serial and size given: it may have been taken
+   before this run. None: that is another one, or Python is to make it. */
 static Object *deliver(Object *self, Object *const *arguments, intptr_t count)
 {
     (void)count;
     Turns *t = (void *)PyByteArray_AsString(self);
-    int64_t serial = PyLong_AsLongLong(arguments[0]);
+    int64_t serial = PyLong_AsLongLong(arguments[0]), size = PyLong_AsLongLong(arguments[1]);
     Object *views = NULL, *run = t->run;
     if (t->is_lent && t->names && serial == t->held) {
         Py_IncRef(run); /* see new_batch */
-        views = views_of(t, serial);
+        views = views_of(t, serial, size);
         Py_DecRef(run);
     }
     return views ? views : Py_BuildValue("");
