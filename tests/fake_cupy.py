@@ -83,6 +83,22 @@ class Simulation:
         return getattr(self.local, "streams", [None])[-1]
 
 
+def driver_of(cupy):
+    """Return the functions of CUDA's driver that are called without CuPy."""
+    runtime = cupy.cuda.runtime
+
+    def get_current(context):
+        context._obj.value = cupy.cuda.driver.ctxGetCurrent()
+        return 0
+
+    return types.SimpleNamespace(
+        cuCtxGetCurrent=get_current,
+        cuEventRecord=lambda event, stream: runtime.eventRecord(event, stream),
+        cuEventQuery=lambda event: runtime.eventQuery(event),
+        cuStreamWaitEvent=lambda stream, event, flags: runtime.streamWaitEvent(stream, event),
+    )
+
+
 class _Module(types.SimpleNamespace):
     """Equal to nothing else, and hashable, as modules are."""
 

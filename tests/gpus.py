@@ -15,6 +15,7 @@ import fake_nvcomp
 
 import h5async.deliver.devicedecode
 import h5async.deliver.devicepolicy
+import h5async.deliver.gpu
 
 
 class _OnCupy:
@@ -55,5 +56,6 @@ def use_fake_gpu(monkeypatch, seed, damage=None):
     cupy, simulation = fake_cupy.make(seed)
     nvcomp = fake_nvcomp.FakeNvcomp(cupy, simulation, damage)
     monkeypatch.setattr(h5async.deliver.devicepolicy, "import_cupy", lambda: cupy)
+    monkeypatch.setattr(h5async.deliver.gpu, "load_driver", lambda: fake_cupy.driver_of(cupy))
     monkeypatch.setattr(h5async.deliver.devicedecode, "load_nvcomp", lambda: nvcomp)
     return cupy, simulation, nvcomp

@@ -176,11 +176,12 @@ def test_an_error_that_is_kept_keeps_no_memory(folder):
 import weakref
 for kind in "damaged", "damaged_alone":
     reader, errors = opened(kind), []
-    slots = reader._engine.setup.slots
-    arrays = [weakref.ref(array) for slot in slots for array in slot.memory.out]
+    memory = [slot.memory for slot in reader._engine.setup.slots]
+    arrays = [weakref.ref(array) for one in memory for array in one.out]
     scratches = reader._engine.filler._reader._scratches
     arrays += [weakref.ref(scratch.raw_chunk) for scratch in scratches]
     assert all(array() is not None for array in arrays)
+    del memory, scratches
     for _ in range(2):
         try:
             reader.get_next_batch()

@@ -195,17 +195,20 @@ class CudaSlot(DeviceSlot):
             with device.copy_stream as stream:
                 for event in (self._ready, *self._released):
                     event.hold(stream.ptr)
-                self._begun[0].record(stream.ptr)
+                if device.decoders:
+                    self._begun[0].record(stream.ptr)
                 try:
                     for i, plan in staged.items():
                         device.decoders[i].upload(plan, self.staging[i], stream)
                     fields = self._upload_fields(outcome, masks, staged, stream)
-                    self._sent.record(stream.ptr)
+                    if device.decoders:
+                        self._sent.record(stream.ptr)
                 finally:  # the next fill waits for all that was put on the stream
                     self._uploaded.record(stream.ptr)
             with device.work_stream as stream:
                 self._uploaded.hold(stream.ptr)
-                self._begun[1].record(stream.ptr)
+                if device.decoders:
+                    self._begun[1].record(stream.ptr)
                 try:
                     self._decode(staged, stream)
                     delivered = tuple(
@@ -216,7 +219,8 @@ class CudaSlot(DeviceSlot):
                     )
                 finally:  # the next upload waits for all that was put on the stream
                     self._ready.record(stream.ptr)
-                    self._done.record(stream.ptr)
+                    if device.decoders:
+                        self._done.record(stream.ptr)
         return delivered
 
     def transfer_seconds(self) -> float:

@@ -13,6 +13,7 @@ context is restored.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import sys
 import threading
@@ -51,6 +52,7 @@ class Gpu:
         self.name = f"cuda:{number}"
         runtime, driver = cupy.cuda.runtime, cupy.cuda.driver
         lack = cupy.cuda.memory.OutOfMemoryError
+        self._driver = load_driver()
         self.errors: tuple[type[Exception], ...]  # those that CUDA's errors raise
         self.errors = runtime.CUDARuntimeError, driver.CUDADriverError, lack
         with self.failing("it cannot be used"):
@@ -63,8 +65,10 @@ class Gpu:
         CuPy's `Device` would return to GPU 0, and so make a context there. Restoring the previous
         context, or none, makes no context.
         """
-        driver = self.cupy.cuda.driver
-        before = driver.ctxGetCurrent()
+        driver, found = self.cupy.cuda.driver, ctypes.c_void_p()
+        if status := self._driver.cuCtxGetCurrent(ctypes.byref(found)):
+            raise driver.CUDADriverError(status)
+        before = found.value or 0
         if before != self._context:
             driver.ctxSetCurrent(self._context)
         try:
@@ -171,7 +175,7 @@ class Gpu:
         """Return a new event; this GPU is current. `blocks`: waiting threads yield the core."""
         runtime = self.cupy.cuda.runtime
         flags = blocks * runtime.eventBlockingSync | (not is_timed) * runtime.eventDisableTiming
-        event = Event(runtime, int(runtime.eventCreateWithFlags(flags)))
+        event = Event(self.cupy, self._driver, int(runtime.eventCreateWithFlags(flags)))
         self._freed_with(event, runtime.eventDestroy, event.address)
         return event
 
@@ -233,11 +237,26 @@ class Gpu:
             free(address)
 
 
+@functools.cache
+def load_driver() -> Any:
+    """Return CUDA's driver, for calls that wait for nothing; they keep the GIL.
+
+    CuPy releases it in each call. To get it back while other threads run Python takes many times as
+    long as such a call.
+    """
+    driver = ctypes.PyDLL("libcuda.so.1")
+    driver.cuEventRecord.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+    driver.cuEventQuery.argtypes = (ctypes.c_void_p,)
+    driver.cuStreamWaitEvent.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)
+    driver.cuCtxGetCurrent.argtypes = (ctypes.c_void_p,)
+    return driver
+
+
 class Event:
     """A point in the work of a stream, for which others can wait."""
 
-    def __init__(self, runtime: Any, address: int) -> None:
-        self._runtime = runtime
+    def __init__(self, cupy: Any, driver: Any, address: int) -> None:
+        self._cuda, self._driver = cupy.cuda, driver
         self.address = address
 
     def record(self, stream: int) -> None:
@@ -245,28 +264,29 @@ class Event:
 
         If that fails, the work is waited for, since nobody will wait for the event.
         """
-        try:
-            self._runtime.eventRecord(self.address, stream)
-        except self._runtime.CUDARuntimeError:
-            with suppressing(self._runtime.CUDARuntimeError):
-                self._runtime.streamSynchronize(stream)
-            raise
+        status = self._driver.cuEventRecord(self.address, stream)
+        if status:
+            with suppressing(self._cuda.runtime.CUDARuntimeError):
+                self._cuda.runtime.streamSynchronize(stream)
+            raise self._cuda.driver.CUDADriverError(status)
 
     def hold(self, stream: int) -> None:
         """Have a stream wait for the event before its later work."""
-        self._runtime.streamWaitEvent(stream, self.address)
+        status = self._driver.cuStreamWaitEvent(stream, self.address, 0)
+        if status:
+            raise self._cuda.driver.CUDADriverError(status)
 
     def is_done(self) -> bool:
         """Tell whether the stream has come to the event, without waiting for it."""
-        return int(self._runtime.eventQuery(self.address)) == 0  # others: not yet, or an error
+        return int(self._driver.cuEventQuery(self.address)) == 0  # else: not yet, or an error
 
     def synchronize(self) -> None:
         """Wait for the event."""
-        self._runtime.eventSynchronize(self.address)
+        self._cuda.runtime.eventSynchronize(self.address)
 
     def seconds_since(self, earlier: Event) -> float:
         """Return the seconds between two timed events that are done."""
-        return float(self._runtime.eventElapsedTime(earlier.address, self.address)) / 1e3
+        return float(self._cuda.runtime.eventElapsedTime(earlier.address, self.address)) / 1e3
 
 
 class _Owned:

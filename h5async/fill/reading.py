@@ -565,6 +565,9 @@ class BatchReader:
         self._free.clear()
         self._spare.clear()
         self._h5py_rows, self._plan_columns, self._cache = [], None, None
+        for _, batch, told in self._batches:
+            for one in (batch, *told.values()):  # an error may keep them, by frames of its callers
+                one.arrays = one.held = None
         self._collection, self._batches, self._ahead = None, [], None
 
     def _new_scratch(self) -> Scratch:

@@ -156,6 +156,8 @@ class QueuedBatches:
     def close(self) -> None:
         """Release memory and functions. No thread is at work. Idempotent."""
         self._queue.close()
+        if self.turns is not None:
+            self.turns.close()
         self.request_of, self.turns = _no_request, None
         self._latest = [None] * len(self._latest)
 

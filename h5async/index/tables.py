@@ -434,7 +434,7 @@ class Segments:
         keys: dict[Any, int] = {}
         layer = [keys.setdefault(region_key(p.region), len(keys)) for p in self.pieces]
         if len(keys) == 1:
-            return [(np.arange(self.size), self)]
+            return [(np.arange(self.size), replace(self))]  # `self` would keep itself
         number = np.array(layer, np.int32)[self.piece]
         found = (np.flatnonzero(number == one) for one in range(len(keys)))
         return [(here, self.at(here)) for here in found if here.size]

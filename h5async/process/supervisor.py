@@ -260,7 +260,7 @@ class Supervisor:
 
     def release(self) -> None:
         """Release slots and functions, after `run` has ended."""
-        self._slots, self._on_done = None, do_nothing
+        self._slots, self._on_done, self._wake_sender = None, do_nothing, do_nothing
 
     def await_opened(self, timeout_seconds: float | None) -> Opened:
         """Wait until the first helper has opened the files; return what it found.

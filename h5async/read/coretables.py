@@ -127,8 +127,8 @@ class CoreTables:
                 if self.can_read[field]:
                     several_rows = rows.size if isinstance(rows, StepRows) else 1
                     uses = share * layout.num_samples * several_rows
-                    self.fields[field].crop = self._crop(layout, several_rows)
-                    self._describe_field(field, kept_nbytes[field], uses, transforms[field])
+                    crop = self._crop(layout, several_rows)
+                    self._describe_field(field, kept_nbytes[field], uses, transforms[field], crop)
         except BaseException:
             self.close()
             raise
@@ -169,13 +169,19 @@ class CoreTables:
         return ctypes.pointer(opened)
 
     def _describe_field(
-        self, field: int, kept_nbytes: int, uses: float, transform: NativeTransform | None
+        self,
+        field: int,
+        kept_nbytes: int,
+        uses: float,
+        transform: NativeTransform | None,
+        crop: Any,
     ) -> None:
         struct, table, layout = self.fields[field], self.of_fields[field], self.layouts[field]
+        struct.crop = crop  # which read from `struct` would keep all of `struct`, in a cycle
         shapes = zip(table.shapes, what_to_keep(table, layout, kept_nbytes, uses), strict=True)
         struct.layers = (self._core.Layer * len(table.layers))(*map(self._layer, table.layers))
         struct.shapes = (self._core.Shape * len(table.shapes))(
-            *(self._shape(shape, layout.part_nbytes, what, struct.crop) for shape, what in shapes)
+            *(self._shape(shape, layout.part_nbytes, what, crop) for shape, what in shapes)
         )
         chunks = table.chunks
         struct.number = None if chunks.index is None else self._hold(chunks.index)

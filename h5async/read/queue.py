@@ -431,8 +431,8 @@ class Turns:
         self._seen = 0  # of the waits
         self._on_left: Callable[[], object] | None = None
         self._given: list[Any] = [None] * MAX_GIVEN  # arrays of sample numbers
-        self._keep = queue, scratch, batch, "_made", "_later", "size", "index", self._given
-        self._queue = queue
+        self._keep = batch, "_made", "_later", "size", "index", self._given
+        self._queue, self._scratch = queue, [scratch]
         # Those that the core may use, with the serial behind those of batches that do.
         self._mappings: list[tuple[int, Sequence[Any]]] = []
         self.run: Any = None  # that is lent to the core
@@ -441,8 +441,8 @@ class Turns:
         struct.num_slots, struct.slot_of = queue.num_slots, address(self._slots)
         struct.waits_ns, struct.is_alone = address(self._waits_ns), is_alone
         struct.num_rows = address(self.num_rows) if is_ragged else None
-        struct.type, struct.made, struct.later, struct.size = map(id, self._keep[2:6])
-        struct.index, struct.samples = map(id, self._keep[6:])
+        struct.type, struct.made, struct.later, struct.size = map(id, self._keep[:4])
+        struct.index, struct.samples = map(id, self._keep[4:])
         struct.held, struct.num_samples = -1, num_samples
         struct.draw, self._draw = None if draw is None else address(draw), draw
         struct.is_open = True
@@ -565,6 +565,10 @@ class Turns:
         """Take the state back for good."""
         self.struct.is_open = False
         self.end()
+
+    def close(self) -> None:
+        """Release memory: the state has been taken back for good, and no thread is in the core."""
+        self._scratch.clear()
 
     def is_inside(self) -> bool:
         """Tell whether a thread is in `take` without the GIL."""

@@ -64,7 +64,7 @@ def install() -> None:
 
 
 def _take_core(wheel: Path) -> None:
-    if any((ROOT / "h5async").glob("_core*.so")):
+    if any((ROOT / "h5async" / "core").glob("_core*.so")):
         return  # it was built here
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():

@@ -29,6 +29,7 @@ from conftest import SAMPLE
 from hdf5files import type_for_h5py
 
 import h5async.deliver.devicepolicy
+import h5async.deliver.gpu
 import h5async.process.child
 import h5async.process.helper
 import h5async.process.supervisor
@@ -999,6 +1000,7 @@ def test_a_gpu_gets_the_right_batches_in_any_order(path, monkeypatch, num_thread
     options = {"fields": fields, "shuffle": "full", "device": "cuda", "prefetch": prefetch}
     cupy, simulation = fake_cupy.make(seed=prefetch)
     monkeypatch.setattr(h5async.deliver.devicepolicy, "import_cupy", lambda: cupy)
+    monkeypatch.setattr(h5async.deliver.gpu, "load_driver", lambda: fake_cupy.driver_of(cupy))
     kept = []
     with make(path, num_threads=num_threads, cache=cache, **options) as reader:
         assert cupy.cuda.runtime.registered

@@ -1068,6 +1068,21 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream_handle, cudaEvent_t handle, 
     return cudaSuccess;
 }
 
+CUresult cuEventRecord(CUevent event, CUstream stream)
+{
+    return (CUresult)cudaEventRecord(event, stream);
+}
+
+CUresult cuEventQuery(CUevent event)
+{
+    return (CUresult)cudaEventQuery(event);
+}
+
+CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags)
+{
+    return (CUresult)cudaStreamWaitEvent(stream, event, flags);
+}
+
 /* --- the driver: contexts, modules, kernels ---------------------------------------------------*/
 
 CUresult cuGetErrorName(CUresult error, const char **name)

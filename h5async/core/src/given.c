@@ -37,7 +37,7 @@ static Object *fill_own(Object *self, Object *const *arguments, intptr_t count)
     (void)count;
     Turns *t = (void *)PyByteArray_AsString(self);
     int64_t serial = PyLong_AsLongLong(arguments[0]);
-    if (t->is_lent || t->is_inside || t->waits_not)
+    if (t->is_lent || t->is_inside || t->waits_not || !t->is_open)
         return PyBool_FromLong(0);
     t->is_inside = 1; /* nothing is freed meanwhile */
     void *thread = PyEval_SaveThread();

@@ -375,9 +375,9 @@ static Object *take(Object *self, Object *const *arguments, intptr_t count)
     Object *batch = status ? new_batch(t) : NULL;
     if (status && batch == NULL)
         return NULL;
-    if (status)
-        note_wait(t, begin);
     int is_taken = batch != NULL && t->is_lent; /* collecting garbage may close a reader */
+    if (is_taken)
+        note_wait(t, begin);
     if (is_taken && PyList_Append(arguments[0], batch) != 0)
         is_taken = -1;
     if (is_taken > 0)
