@@ -199,7 +199,7 @@ def fingerprint(
     If it `has_places`, addresses and filters count, too, which are unknown for what h5py reads.
     """
     digest = hashlib.blake2b(digest_size=16)
-    seen: list[NDArray[np.int64]] = []
+    seen: list[NDArray[Any]] = []
     for layout in layouts:
         _add_dataset(digest, layout, has_places)
         for array in (layout.spans, layout.lengths):
