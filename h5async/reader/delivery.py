@@ -229,11 +229,13 @@ class Delivery:
             return
         may_have_lost, self._may_have_lost = self._may_have_lost or self._ring.was_lent, True
         self._ring.was_lent = False
-        assignments = self._ring.assign()
-        if may_have_lost:
-            assignments = self._ring.pending()
-        if assignments:
-            self._submit(self._submissions, assignments, is_helped=is_helped)
+        # Under the lock, as in `on_done`: of all that are pending, some may be dropped batches.
+        with self._ring.lock if may_have_lost else nullcontext():
+            assignments = self._ring.assign()
+            if may_have_lost:
+                assignments = self._ring.pending()
+            if assignments:
+                self._submit(self._submissions, assignments, is_helped=is_helped)
         self._may_have_lost = False
 
     def _submit(

@@ -6,6 +6,7 @@ import dis
 import gc
 import random
 import sys
+import threading
 from pathlib import Path
 
 import h5py
@@ -172,6 +173,49 @@ def test_a_jump_is_made_or_not_made(path, num_threads, what):
             assert np.array_equal(batch.labels, batch.index)
             turns.add(batch.epoch)
         assert turns == {1, 3}
+
+
+def test_a_batch_dropped_before_is_not_read_to_the_slot_that_another_has_by_now(path, monkeypatch):
+    """After an interruption all batches that are not there yet are submitted once more."""
+    has_begun, may_end, calls = threading.Event(), threading.Event(), []
+
+    def postprocess(data, labels):
+        calls.append(int(labels[0]))
+        if calls[-1] == 8:
+            has_begun.set()
+            assert may_end.wait(60)
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    def let_it_end(assignments):
+        found = requests(assignments)
+        if not may_end.is_set():
+            may_end.set()
+            filled.wait(0.5)  # its thread gives the slot to the next batch, if it can
+        return found
+
+    options = {"hdf5_path": path, "batch_size": 8, "num_threads": 2, "prefetch": 2}
+    with AsyncReader(**options, postprocess=postprocess, device="cpu", timeout=60) as reader:
+        ring, position = reader._engine.ring, reader._engine.position
+        reader.get_next_batch()
+        reader.fetch_data()
+        assert has_begun.wait(60)
+        reader.load_state_dict(reader.state_dict() | {"position": 160})
+        with monkeypatch.context() as patched:
+            patched.setattr(ring, "assign", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                reader.fetch_data()
+        requests, filled = position.requests, threading.Event()
+        end = ring.filled
+        monkeypatch.setattr(position, "requests", let_it_end)
+        monkeypatch.setattr(
+            ring, "filled", lambda *result: (end(*result), result[0] == 2 and filled.set())
+        )
+        reader.fetch_data()
+        batches = [reader.get_next_batch().labels[0] for _ in range(3)]
+    assert batches == [160, 168, 176]
+    assert calls[:5] == [0, 8, *batches]
 
 
 @pytest.mark.slow
