@@ -154,6 +154,17 @@ def tokens_file(path, lengths=(2, 0, 3)):
 FLAT = {"path": "tokens", "kind": "ragged", "offsets": "lengths", "offsets_kind": "lengths"}
 
 
+def test_a_state_of_fields_with_the_same_offsets_is_the_same_by_an_index(tmp_path):
+    path, index = tokens_file(tmp_path / "a.h5"), tmp_path / "kept.h5idx"
+    options = {"hdf5_path": path, "fields": {"tokens": FLAT, "padded": FLAT | {"pad_to": 2}}}
+    with AsyncReader(options, index_cache=False) as reader:
+        state = reader.state_dict()
+    for _ in range(2):
+        with AsyncReader(options, index_cache=index) as reader:
+            reader.load_state_dict(state)
+            assert reader.state_dict() == state
+
+
 @pytest.mark.parametrize("field", ["vlen", FLAT])
 def test_offsets_that_were_rewritten(tmp_path, field):
     """The values' own metadata stay as they were: nobody would notice when they are read."""
