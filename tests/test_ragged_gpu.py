@@ -435,7 +435,7 @@ def test_strings_and_awkward_arrays_come_from_the_gpu(cupy, path):
 
 
 @pytest.mark.real_gpu
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # of PyTorch 2.11
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PyTorch 2.11 has some of its sparse tensors
 def test_tensors_share_the_memory(cupy, path):
     torch = pytest.importorskip("torch")
     found, wanted = both(path, "x")

@@ -320,10 +320,14 @@ class DevicePolicy:
         self._choice.note_fallback()
         return True
 
-    def note(self, request: FillRequest, outcome: FillOutcome, seconds: float) -> None:
+    def note(
+        self, request: FillRequest, outcome: FillOutcome, seconds: float, upload_seconds: float
+    ) -> None:
         """Note an uploaded batch. May wait until the device has it.
 
-        `seconds` is the time of filling and uploading, of all threads together.
+        `seconds` is the time of filling and uploading, shared by all threads; `upload_seconds` that
+        of the thread that uploaded it, and waited for what the device decoded: however many threads
+        there are, that is done batch after batch.
         """
         if not self._holds_memory or outcome.is_resident:
             return
@@ -338,7 +342,8 @@ class DevicePolicy:
         if on_device and not slot.staged:
             self._choice.note_fallback()
         elif self._choice.on_device is None:
-            self._choice.note(on_device, max(seconds, slot.transfer_seconds()))
+            in_turn = upload_seconds if on_device else 0.0
+            self._choice.note(on_device, max(seconds, in_turn, slot.transfer_seconds()))
 
     def end(self, request: FillRequest) -> None:
         """Note that a batch is no longer decoded on the device.

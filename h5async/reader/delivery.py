@@ -320,11 +320,12 @@ class Delivery:
             masks = [mask(outcome.index, request.epoch) for mask in self._masks_to_upload]
             with self._recorder.ranges("upload") if setup.is_on_gpu else nullcontext():
                 arrays = setup.slots[request.slot].upload(outcome, masks)
-            # A thread that uploads chunks for the GPU to decode waits, and fills nothing meanwhile.
-            seconds = outcome.busy_seconds + (time.perf_counter_ns() - begin) / 1e9
+            seconds = (time.perf_counter_ns() - begin) / 1e9
             if setup.device_cache is not None:
                 self._filler.note_uploaded(request.slot, outcome.index)
-            setup.device_policy.note(request, outcome, seconds / setup.num_threads)
+            # A thread that uploads chunks for the GPU to decode waits, and fills nothing meanwhile.
+            of_all = (outcome.busy_seconds + seconds) / setup.num_threads
+            setup.device_policy.note(request, outcome, of_all, seconds)
             return arrays, None
         except Exception as error:
             if interruption(error) is not None:

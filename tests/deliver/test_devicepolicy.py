@@ -60,12 +60,22 @@ def let_the_host_win(decides, device):
     left = None
     for serial in range(9):
         on_device = begin(decides, device, serial, CHUNKS)
-        decides.note(request(serial), outcome(), 2.0 if on_device else 1.0)
+        decides.note(request(serial), outcome(), 2.0 if on_device else 1.0, 0.0)
         if on_device and left is None:
             left = serial
         else:
             decides.end(request(serial))
     return left
+
+
+def test_threads_do_not_share_the_time_in_which_the_device_decodes(monkeypatch):
+    """As measured: 16 threads of the host 1.7 ms a batch; a GPU 5.8, batch after batch."""
+    device = FakeDevice()
+    decides = policy(monkeypatch, device)
+    for serial in range(9):
+        on_device = begin(decides, device, serial, CHUNKS)
+        decides.note(request(serial), outcome(), *((5.8 / 16, 5.8) if on_device else (1.7, 0.1)))
+    assert decides.sentence.startswith("host: a batch takes 5.8e+03 ms on the device, 1.7e+03 ms")
 
 
 def test_what_staging_takes_of_the_host_is_told(monkeypatch):
@@ -102,9 +112,9 @@ def test_chunks_that_the_device_decoded_are_counted(monkeypatch):
     device = FakeDevice()
     decides = policy(monkeypatch, device, formats=(FORM, FORM, FORM))
     assert not begin(decides, device, 0)
-    decides.note(request(0), outcome(), 1.0)
+    decides.note(request(0), outcome(), 1.0, 0.0)
     assert begin(decides, device, 1, CHUNKS, CHUNKS)
-    decides.note(request(1), outcome(), 1.0)
+    decides.note(request(1), outcome(), 1.0, 0.0)
     assert (decides.num_chunks, decides.decoded_nbytes) == (6, 60)
 
 
@@ -129,10 +139,10 @@ def test_only_what_failed_with_encoded_chunks_is_left_to_the_host_and_once(monke
 def test_what_was_meant_for_the_device_but_read_decoded_is_a_fallback(monkeypatch):
     device = FakeDevice()
     decides = policy(monkeypatch, device, "device")
-    decides.note(request(0), outcome(is_resident=True), 1.0)
+    decides.note(request(0), outcome(is_resident=True), 1.0, 0.0)
     assert "left to the host" not in decides.sentence, "it was in the cache"
     assert begin(decides, device, 1)
-    decides.note(request(1), outcome(), 1.0)
+    decides.note(request(1), outcome(), 1.0, 0.0)
     assert "1 batches meant for it were left to the host" in decides.sentence
 
 
