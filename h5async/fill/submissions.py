@@ -136,6 +136,11 @@ class QueuedBatches:
             if latest.error is None:
                 self._queue.submit(slot, serial, *latest.numbers, latest.needs_python, is_own)
 
+    def has(self, slot: int, serial: int) -> bool:
+        """Tell whether a batch is the last one that was submitted for a slot."""
+        latest = self._latest[slot]
+        return latest is not None and latest.request.serial == serial
+
     def drop_error(self, serial: int) -> None:
         """Forget the error of a batch: it is raised, and so holds what holds this object."""
         for slot, latest in enumerate(self._latest):

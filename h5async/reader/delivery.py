@@ -260,7 +260,11 @@ class Delivery:
         except Exception as error:
             if interruption(error) is not None:
                 raise
-            self.on_done(request, FillOutcome(NO_SAMPLES, (), error))
+            submissions = (
+                self._submissions
+            )  # after an interruption, it may have been submitted twice
+            if submissions is not None and not submissions.has(request.slot, request.serial):
+                self.on_done(request, FillOutcome(NO_SAMPLES, (), error))
             return
         with self._ring.lock:
             if self._submissions is not None and self._ring.awaits(request.slot, request.serial):

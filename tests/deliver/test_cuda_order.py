@@ -308,6 +308,24 @@ def test_a_fault_of_the_gpu_is_a_device_error_and_the_reader_can_be_closed(image
     assert reader.stats().batches == 1, "what failed is none"
 
 
+def test_a_batch_that_is_read_is_not_given_up_where_it_was_submitted_twice(images, monkeypatch):
+    """An interruption has it submitted again; then the slot's last upload fails for the second."""
+    use_fake_gpu(monkeypatch, seed=0)
+    with AsyncReader(hdf5_path=images, batch_size=BATCH, device="cuda", num_threads=0) as reader:
+        reader.get_next_batch()
+        reader.fetch_data()
+        delivery = reader._engine.delivery
+        request = delivery._request_of(*reader._engine.ring.pending()[0])
+        delivery._submit_later(request)
+
+        def fail(slot):
+            raise DeviceError("a fault")
+
+        monkeypatch.setattr(h5async.deliver.cuda.CudaSlot, "wait_writable", fail)
+        delivery._submit_later(request)
+        assert reader._engine.ring.awaits(request.slot, request.serial)
+
+
 def test_all_fields_of_a_whole_batch_are_uploaded_at_once(images, monkeypatch):
     cupy, simulation, _ = use_fake_gpu(monkeypatch, seed=0)
     sizes = []
