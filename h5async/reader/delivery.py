@@ -251,24 +251,23 @@ class Delivery:
                 submissions.submit(request, is_helped=is_helped)
             else:
                 assert isinstance(self._filler, Filler)
-                self._filler.do_later(request.serial, partial(self._submit_later, request))
+                later = partial(self._submit_later, submissions, request)
+                self._filler.do_later(request.serial, later)
 
-    def _submit_later(self, request: FillRequest) -> None:
+    def _submit_later(self, submissions: Submissions | PostedBatches, request: FillRequest) -> None:
         """Submit a batch to a slot once that may be written to, if it is wanted then."""
         try:
             self.wait_writable(request.slot)
         except Exception as error:
             if interruption(error) is not None:
                 raise
-            submissions = (
-                self._submissions
-            )  # after an interruption, it may have been submitted twice
-            if submissions is not None and not submissions.has(request.slot, request.serial):
+            # After an interruption it comes twice, and is being read by now.
+            if not submissions.has(request.slot, request.serial):
                 self.on_done(request, FillOutcome(NO_SAMPLES, (), error))
             return
         with self._ring.lock:
-            if self._submissions is not None and self._ring.awaits(request.slot, request.serial):
-                self._submissions.submit(request)
+            if self._ring.awaits(request.slot, request.serial):
+                submissions.submit(request)
 
     def next_requests(self) -> list[FillRequest]:
         """Return the requests for free slots."""

@@ -316,13 +316,13 @@ def test_a_batch_that_is_read_is_not_given_up_where_it_was_submitted_twice(image
         reader.fetch_data()
         delivery = reader._engine.delivery
         request = delivery._request_of(*reader._engine.ring.pending()[0])
-        delivery._submit_later(request)
+        delivery._submit_later(delivery._submissions, request)
 
         def fail(slot):
             raise DeviceError("a fault")
 
         monkeypatch.setattr(h5async.deliver.cuda.CudaSlot, "wait_writable", fail)
-        delivery._submit_later(request)
+        delivery._submit_later(delivery._submissions, request)
         assert reader._engine.ring.awaits(request.slot, request.serial)
 
 
