@@ -196,7 +196,9 @@ _COMPUTE = _Hint(
     "postprocess",
     "module:function",
 )
-_SKIP = _Hint("damaged samples of any field are left out by on_error of the reader", "path")
+_SKIP = _Hint(
+    'damaged samples of any field are left out by an option of the reader: on_error="skip"', "path"
+)
 _HINTS = {
     "subset split train_size test_size validation_split": _Hint(
         "{} selects the samples of an epoch, and so does a Split", "indices", "1000:"
