@@ -52,7 +52,10 @@ class Gpu:
         self.name = f"cuda:{number}"
         runtime, driver = cupy.cuda.runtime, cupy.cuda.driver
         lack = cupy.cuda.memory.OutOfMemoryError
-        self._driver = load_driver()
+        try:
+            self._driver = load_driver()
+        except OSError as error:
+            raise DeviceError(f"{self.name}: CUDA's driver cannot be loaded ({error})") from error
         self.errors: tuple[type[Exception], ...]  # those that CUDA's errors raise
         self.errors = runtime.CUDARuntimeError, driver.CUDADriverError, lack
         with self.failing("it cannot be used"):

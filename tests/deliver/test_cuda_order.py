@@ -17,6 +17,7 @@ from gpus import use_fake_gpu, use_gpu
 
 import h5async.deliver.cuda
 import h5async.deliver.devicepolicy
+import h5async.deliver.gpu
 from h5async import AsyncReader, BatchExpiredError, DeviceError, Field
 
 pytestmark = pytest.mark.any_gpu
@@ -306,6 +307,17 @@ def test_a_fault_of_the_gpu_is_a_device_error_and_the_reader_can_be_closed(image
             reader.get_next_batch()
         cupy.cuda.runtime.deviceSynchronize = fault
     assert reader.stats().batches == 1, "what failed is none"
+
+
+def test_a_driver_that_cannot_be_loaded_is_a_device_error(images, monkeypatch):
+    use_fake_gpu(monkeypatch, seed=0)
+
+    def fail():
+        raise OSError("libcuda.so.1: no such file")
+
+    monkeypatch.setattr(h5async.deliver.gpu, "load_driver", fail)
+    with pytest.raises(DeviceError, match="driver cannot be loaded"):
+        AsyncReader(hdf5_path=images, device="cuda")
 
 
 def test_a_batch_that_is_read_is_not_given_up_where_it_was_submitted_twice(images, monkeypatch):
