@@ -43,6 +43,9 @@ def slices(datasets: list[h5py.Dataset], ends: np.ndarray) -> Iterator[int]:
     while True:
         for first in range(0, ends[-1], SIZE):
             stop = first + SIZE
+            if len(datasets) == 1:
+                yield len(datasets[0][first:stop])
+                continue
             numbers = np.flatnonzero((begins < stop) & (ends > first)).tolist()
             parts = [datasets[n][max(0, first - begins[n]) : stop - begins[n]] for n in numbers]
             yield len(parts[0] if len(parts) == 1 else np.concatenate(parts))

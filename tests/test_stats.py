@@ -30,15 +30,15 @@ GZIP = {"compression": "gzip", "compression_opts": 1}
 
 
 def test_counts_of_threads_are_summed_up() -> None:
-    one = ThreadCounts(1, 2, 3, 4, 5, 6, 7, 8)
-    other = ThreadCounts(10, 20, 30, 40, 50, 60, 70, 80)
-    assert one.plus(other) == ThreadCounts(11, 22, 33, 44, 55, 66, 77, 88)
-    assert one == ThreadCounts(1, 2, 3, 4, 5, 6, 7, 8), "what is added to is not changed"
+    one = ThreadCounts(*range(1, 11))
+    other = ThreadCounts(*range(10, 101, 10))
+    assert one.plus(other) == ThreadCounts(*range(11, 111, 11))
+    assert one == ThreadCounts(*range(1, 11)), "what is added to is not changed"
     assert one.plus(ThreadCounts()) == one
     names = [field.name for field in dataclasses.fields(ThreadCounts)]
     assert names[:4] == ["read_ns", "decode_ns", "place_ns", "gil_wait_ns"]
     assert names[4:6] == ["read_nbytes", "decoded_chunks"]
-    assert names[6:] == ["decoded_nbytes", "h5py_decoded_nbytes"]
+    assert names[6:] == ["decoded_nbytes", "h5py_decoded_nbytes", "transform_ns", "plan_ns"]
 
 
 @pytest.mark.parametrize("fails", [False, True])

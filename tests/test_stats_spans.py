@@ -240,6 +240,37 @@ def test_a_span_can_be_the_beginning_of_another(path: Path) -> None:
         assert reader.stats(since=middle).batches == 10
 
 
+def test_short_epochs_are_counted_when_somebody_asks(tmp_path: Path) -> None:
+    """The core keeps what it has done by the end of each; Python is called if it counts, too."""
+    kept, path = readercounts._KEPT_EPOCHS, tmp_path / "f.h5"
+    with h5py.File(path, "w") as file:
+        file["data"] = np.zeros((10, 2), "f8")
+    with open_reader(path, num_threads=0) as reader:
+        called, end_epoch = [], reader._engine.counts.end_epoch_of_turns
+
+        def noted(done: Any) -> None:
+            called.append(done)
+            end_epoch(done)
+
+        reader._engine.counts.end_epoch_of_turns = noted  # type: ignore[method-assign]
+        for epoch in range(2 * kept + 10):
+            for _ in reader:
+                if epoch == 2 * kept:
+                    reader.read(range(10))  # after its end; in the core, by another worker
+                if epoch == 2 * kept + 5:
+                    reader.read([*range(10)] * 3)  # not there: more than a batch
+        assert 0 < len(called) < 10
+        for number in range(kept):
+            stats, epoch = reader.stats(epoch=-1 - number), 2 * kept + 9 - number
+            times = {2 * kept + 1: 2, 2 * kept + 6: 4}.get(epoch, 1)
+            assert (stats.epoch, stats.batches, stats.first_batch) == (epoch, 1, epoch)
+            assert (stats.samples, stats.read_nbytes) == (10, times * 160)
+            assert 0 < stats.wait_p50_seconds == stats.wait_p99_seconds
+            assert stats.wait_seconds == pytest.approx(stats.wait_p50_seconds)
+        with pytest.raises(ConfigError):
+            reader.stats(epoch=kept + 9)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("options", WAYS)
 def test_other_threads_may_ask(path: Path, options: dict[str, Any]) -> None:

@@ -18,7 +18,6 @@ import functools
 import importlib
 import importlib.metadata
 import itertools
-import operator
 import os
 import sys
 import time
@@ -115,7 +114,7 @@ def _other_paths(name: str) -> Iterator[str]:
 
 # --- its numbers and structures, which the comments in `src/` explain -----------------------------
 
-ABI = 41  # counts changes of the core's structures and functions
+ABI = 42  # counts changes of the core's structures and functions
 MAX_FILTERS, MAX_RANK = 32, 32  # HDF5's limits
 IO_MODES = {"auto": 0, "pread": 1, "map": 2}
 REFUSED = 2  # the status of an item that Python has read again, or reports as an error
@@ -216,9 +215,6 @@ def transform_source(raw: np.dtype[Any], delivered: np.dtype[Any], is_scaled: bo
 
 _COST = "everything is read through h5py, by one thread at a time; values are the same"
 _SAME_CLOCK_NS = 10_000_000  # two readings of one clock are closer together
-# Counters of the core's workers.
-_COUNTED = "read_ns", "decode_ns", "place_ns", "read_nbytes", "decoded_chunks", "decoded_nbytes"
-_copied = operator.attrgetter(*_COUNTED, "transform_ns")  # of the structure of a worker
 
 # The core's functions by the types of their parameters; comments in `src/` explain them.
 _TYPES = {"p": c_void_p, "i": c_int32, "q": c_int64, "Q": c_uint64, "o": ctypes.py_object}
@@ -259,7 +255,7 @@ _BRIEF_FUNCTIONS = {
     "pq": "serial_at",
     "o": "turns_of",
     "": "clock",
-    "pp": "trace",
+    "pp": "trace link_worker sum_done",
 }
 
 
@@ -354,21 +350,15 @@ class Core:
 class CoreWorker:
     """What one thread needs to call the core: decoders' contexts, scratch, counters.
 
-    The counters of `struct` only grow. `gil_wait_ns` sums up the nanoseconds between the ends of
-    calls and the moments at which the GIL was held again.
+    The counters of `struct` only grow.
     """
 
     def __init__(self, struct: Structure, free: Any, trace: Any, stop: c_int32 | None) -> None:
         self.struct: Any = struct
         self._stop = stop  # to which the structure points
-        self.gil_wait_ns = 0
         self._trace = trace
         self._traces: tuple[CoreTrace, ...] = ()  # whose memory a call may use
         call_when_gone(self, free, ctypes.byref(struct))
-
-    def copied_counts(self) -> tuple[tuple[int, ...], int]:
-        """Return what was done so far, for `counts_in_core`, in less of its time."""
-        return _copied(self.struct), self.gil_wait_ns
 
     def record(self, trace: CoreTrace | None) -> None:
         """Have calls note what they do from now on; None: stop. Allowed during a call, too."""
@@ -377,15 +367,10 @@ class CoreWorker:
         former = self._traces if self._trace(ctypes.byref(self.struct), struct) else ()
         self._traces = former if trace is None else (*former, trace)
 
-    def note_return(self) -> None:
-        """Note, right after a call, how long it took to get the GIL back."""
-        self.gil_wait_ns += time.monotonic_ns() - int(self.struct.returned_ns)
 
-
-def counts_in_core(copied: tuple[int, ...], gil_wait_ns: int) -> tuple[ThreadCounts, int]:
-    """Return the counts that were copied, and the time of transforms in nanoseconds."""
-    counted = dict(zip(_COUNTED, copied, strict=False))
-    return ThreadCounts(gil_wait_ns=gil_wait_ns, **counted), copied[-1]
+def counts_of(done: Any) -> ThreadCounts:
+    """Return the counts in a structure `Done` of the core."""
+    return ThreadCounts(**{name: getattr(done, name) for name in members_of(type(done))})
 
 
 class CoreTrace:

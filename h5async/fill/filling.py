@@ -24,6 +24,7 @@ from h5async.fill.fetching import Fetcher
 from h5async.fill.finishing import BatchDecoder, Postprocess
 from h5async.fill.outcomes import (
     Calls,
+    Done,
     FillerStats,
     FillOutcome,
     OnDevice,
@@ -53,7 +54,7 @@ from h5async.read.executors import Executors
 from h5async.read.farsources import FetchCounts
 from h5async.samples.assembly import Assembly, SlotMemory
 from h5async.samples.fieldkind import field_of
-from h5async.system.timeline import CORE_STAGES, Event, Recorder, Timeline
+from h5async.system.timeline import CORE_STAGES, Event, Recorder, ThreadCounts, Timeline
 
 
 class Filler:
@@ -217,17 +218,22 @@ class Filler:
         """Return what all threads have done so far."""
         if self._final_stats is not None:
             return self._final_stats
-        return self.snapshot()()._replace(cache=str(self._cache or "none"))
+        done = self.done_in_python()(self.done_in_core())
+        return done._replace(cache=str(self._cache or "none"))
 
-    def snapshot(self) -> Callable[[], FillerStats]:
-        """Return a function that returns what all threads had done when this was called."""
-        if self._final_stats is not None:
-            return self.stats
+    def done_in_core(self) -> ThreadCounts:
+        """Return what all threads have done in the core so far."""
+        return self._reader.done_in_core()
+
+    def done_in_python(self) -> Done:
+        """Return what all threads have done elsewhere so far, to which the former is added."""
+        final = self._final_stats
+        if final is not None:
+            return lambda _: final
         return partial(
             stats_of,
             self._reader.times.copied(),
-            0 if self.submissions is None else self.submissions.plan_seconds(),
-            self._reader.copied_counts(),
+            self._reader.done_in_python(),
             self._executors.fallback_reads,
             0 if self._decoder is None else self._decoder.broken_images,
             FetchCounts() if self._reader.far is None else self._reader.far.counts,

@@ -21,7 +21,6 @@ from h5async.io.shared import plain_memory
 from h5async.order.sampling import FillRequest
 from h5async.plan.records import Int64s, Ranges
 from h5async.read.collection import Collection
-from h5async.read.coretables import CopiedCounts
 from h5async.read.farsources import FetchCounts
 from h5async.read.queue import SlotBatch
 from h5async.samples.assembly import SlotMemory
@@ -100,6 +99,8 @@ class FillOutcome(NamedTuple):
     skipped: tuple[Skipped, ...] = ()  # samples of the batch that were left out
 
 
+# What was done when this was made, with what the core had done by then.
+Done: TypeAlias = Callable[[ThreadCounts], "FillerStats"]
 Answers: TypeAlias = list[tuple[int, FillOutcome] | None]  # by slot, with serials
 
 
@@ -133,20 +134,15 @@ class FillerStats(NamedTuple):
 
 def stats_of(
     stage_ns: Mapping[str, int],
-    plan_seconds: float,
-    of_threads: Sequence[CopiedCounts],
+    of_threads: Sequence[tuple[int, ...]],
     fallback_reads: int,
     broken_images: int,
     fetched: FetchCounts,
+    in_core: ThreadCounts,
 ) -> FillerStats:
-    """Return what was done in stages, in plans by the core, and by each thread."""
+    """Return what was done in stages, by each thread in Python, and by all in the core."""
     seconds = {stage: ns / 1e9 for stage, ns in stage_ns.items()}
-    seconds["plan"] += plan_seconds
-    counts = ThreadCounts()
-    for copied in of_threads:
-        more, transform_ns = copied.total()
-        counts = counts.plus(more)
-        seconds["transform"] += transform_ns / 1e9
+    counts = ThreadCounts(*map(sum, zip(vars(in_core).values(), *of_threads, strict=True)))
     return FillerStats(seconds, counts, fallback_reads, "", broken_images, fetched)
 
 

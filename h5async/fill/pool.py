@@ -38,6 +38,9 @@ class Tickets(Protocol):
     def get_here(self) -> Work | None:
         """Return work that is not on the heap, without waiting; None if there is none."""
 
+    def note_workers(self, count: int) -> None:
+        """Note that a thread came or left, and how many there are; one at a time calls this."""
+
     def forget(self) -> None:
         """Forget all work, after an exception in a pool without threads."""
 
@@ -95,6 +98,9 @@ class Workers:
             patience.wait(self._ending.wait_set)
         join_threads(self._threads, patience)
 
+    def _note_workers(self) -> None:
+        """Note that a thread came or left; called under the lock."""
+
     def _wake(self) -> None:
         """Have all threads end as soon as they can. Never blocks; called under the lock."""
 
@@ -127,11 +133,13 @@ class Workers:
         with self._lock:
             if not self.is_stopped:
                 self._workers.add(threading.get_ident())
+                self._note_workers()
             return not self.is_stopped
 
     def _leave(self, worker: int | None = None) -> None:
         with self._lock:
             self._workers.discard(threading.get_ident() if worker is None else worker)
+            self._note_workers()
             is_last = self.is_stopped and not self._workers
         if is_last:
             self._ending.do(self._end)
@@ -222,6 +230,10 @@ class WorkPool(Workers):
         if self._own_tickets is not None:
             self._own_tickets.forget()
         return True
+
+    def _note_workers(self) -> None:
+        if self._own_tickets is not None:
+            self._own_tickets.note_workers(len(self._workers))
 
     def _wake(self) -> None:
         self._heap.clear()

@@ -11,14 +11,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Collection as Names
 from contextlib import contextmanager
-from ctypes import c_int32
+from ctypes import byref, c_int32, c_void_p
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.core.binding import CoreTrace
+from h5async.core.binding import CoreTrace, counts_of
 from h5async.errors import DamagedError, is_lack_of_memory, out_of_memory, taking_memory
 from h5async.fill.outcomes import PlanColumns, Slots
 from h5async.fill.resident import Damage, HostCache
@@ -41,7 +41,7 @@ from h5async.plan.records import (
 )
 from h5async.plan.transform import NativeTransform, RowTransform, transformer
 from h5async.read.collection import Collection
-from h5async.read.coretables import CopiedCounts, Scratch, ScratchSize
+from h5async.read.coretables import Scratch, ScratchSize
 from h5async.read.executors import Executors
 from h5async.read.farsources import FarSources, Held
 from h5async.read.h5pyrows import H5pyRows
@@ -49,7 +49,7 @@ from h5async.read.queue import BatchQueue, Reading, SlotBatch, Turns
 from h5async.read.rereading import Place
 from h5async.samples.assembly import SlotMemory
 from h5async.spelling import named
-from h5async.system.timeline import NO_BATCH, NO_FIELD, Recorder, StageTimes
+from h5async.system.timeline import NO_BATCH, NO_FIELD, Recorder, StageTimes, ThreadCounts
 
 T = TypeVar("T")
 BatchPlan = Sequence[ReadPlan]  # of one batch, by field; at the end, of several
@@ -131,6 +131,7 @@ class BatchReader:
         self._size = ScratchSize.of(self._layouts)
         self._stop = c_int32()  # not 0: what is under way ends as soon as it can
         self._scratches: list[Scratch] = []
+        self._workers = c_void_p()  # those of all scratches, in the core
         what = f"{self.file}: scratch of {num_threads} threads, for chunks to be decoded"
         with taking_memory(what, f"make {named('num_threads')} smaller, or store smaller chunks"):
             self._free = deque(self._new_scratch() for _ in range(num_threads))
@@ -150,7 +151,8 @@ class BatchReader:
             return None
         batches, draws = [one.batch for one in self._batches], self.samplings.draws
         orders = self.samplings.selection, None if draws is None else draws.table
-        return BatchQueue(core, collection.tables, batches, self._num_threads, *orders)
+        threads = self._num_threads, self._workers
+        return BatchQueue(core, collection.tables, batches, *threads, *orders)
 
     @property
     def far(self) -> FarSources | None:
@@ -551,9 +553,17 @@ class BatchReader:
             return error
         return out_of_memory(f"{self.file}: {request} cannot be filled", error)
 
-    def copied_counts(self) -> list[CopiedCounts]:
-        """Return what each thread has done so far."""
-        return [scratch.copied_counts() for scratch in list(self._scratches)]
+    def done_in_core(self) -> ThreadCounts:
+        """Return what all threads have done so far in the core."""
+        if self.core is None:
+            return ThreadCounts()
+        done = self.core.Done()
+        self.core.sum_done(byref(self._workers), byref(done))
+        return counts_of(done)
+
+    def done_in_python(self) -> list[tuple[int, ...]]:
+        """Return what each thread has done so far in Python: the numbers of `ThreadCounts`."""
+        return [tuple(vars(scratch.counts).values()) for scratch in list(self._scratches)]
 
     def interrupt(self) -> None:
         """Have work under way end as soon as it can, with a `ReaderClosedError`."""
@@ -561,6 +571,7 @@ class BatchReader:
 
     def close(self) -> None:
         """Release all memory. No thread is reading. Idempotent."""
+        self._workers.value = None  # first: they are the scratches'
         self._scratches.clear()
         self._free.clear()
         self._spare.clear()
@@ -575,6 +586,8 @@ class BatchReader:
         scratch.stop = self._stop
         scratch.record(self._trace)
         self._scratches.append(scratch)
+        if self.core is not None:
+            self.core.link_worker(byref(self._workers), byref(scratch.worker(self.core).struct))
         return scratch
 
 

@@ -38,7 +38,7 @@ _Numbers = tuple[int, int, _Uint64s | None, NDArray[np.int64] | None, _Uint64s |
 _AHEAD_SAMPLES = 8192  # of an epoch, whose numbers are told at once
 _LEAST_AHEAD, _AHEAD_BATCHES, _AHEAD_EPOCHS = 8, 256, 32  # that are told at once, about
 _AHEAD_MAPPED = 1 << 16  # samples of epochs that have a mapping each, which may be large
-_MORE_ALIKE = 1024  # epochs
+_MORE_ALIKE = 1 << 20  # epochs, which cost nothing
 _NO_NUMBERS: _Numbers = 0, 0, None, None, None
 
 
@@ -182,7 +182,6 @@ class Submissions(QueuedBatches):
         needs_python: bool,
     ) -> None:
         super().__init__(queue, reader.samplings)
-        self.plan_seconds = queue.plan_seconds
         self.index = queue.ready  # of a batch of `turns`, while it is the last one of its slot
         self._reader = reader
         self._slots = reader.slots
@@ -332,6 +331,10 @@ class Submissions(QueuedBatches):
             return do_nothing
         was_planned = self._queue.is_planned(found)
         return partial(self.resume, latest.request, samples, latest.skipped, was_planned)
+
+    def note_workers(self, count: int) -> None:
+        """Note that a thread came or left, and how many may be at work now."""
+        self._queue.note_workers(count)
 
     def forget(self) -> None:
         """Forget all batches; no thread is at work on any."""

@@ -12,6 +12,7 @@ import operator
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -20,22 +21,22 @@ from numpy.typing import NDArray
 
 from h5async.config.files import FileName, paths_text
 from h5async.errors import ConfigError, DamagedError, Skipped
-from h5async.fill.outcomes import FillerStats
+from h5async.fill.outcomes import Done, FillerStats
 from h5async.index.datasettable import kinds_of
 from h5async.index.layout import DatasetLayout
 from h5async.observe.chunkuse import ChunkFacts, Used, direct_share
 from h5async.observe.stats import ReaderStats
 from h5async.opening.dataset import Samplings
 from h5async.order.rows import SpanRows, StepRows
-from h5async.read.queue import Turns, TurnsCounts
+from h5async.read.queue import MAX_ENDS, MAX_WAITS, Taken, Turns
 from h5async.samples.assembly import by_field
 from h5async.spelling import named
 from h5async.system.timeline import StageTimes, ThreadCounts
 
 _MOST_LISTED = 10_000  # left-out samples
 _log = logging.getLogger("h5async.reader")
-_KEPT_EPOCHS = 256
-_KEPT_WAITS = 4096
+_KEPT_EPOCHS = MAX_ENDS - 1  # for what was done before the first one, another end is kept
+_KEPT_WAITS = MAX_WAITS
 _FEW = _KEPT_WAITS // _KEPT_EPOCHS  # waits: those of all kept epochs are kept
 
 Work = Callable[[], FillerStats]  # returns the work that was done when this was made
@@ -119,29 +120,33 @@ class _Mark(NamedTuple):
     """What a moment is made of, if anybody asks for it.
 
     What was counted here, of batches, of skipped samples, of samples and rows by `_sizes`, and of
-    waits; a copy of what the core has counted; the number of all waits; the work; and when it was,
-    if not at the end of the last wait: `passed`, or before the last epoch of a later copy, `begun`,
-    which stands in place of `turns`.
+    waits; what the core has counted; and the work.
     """
 
     batches: int
     skipped: int
     counted: Mapping[SpanRows | None, int]
     noted: WaitTotals
-    turns: tuple[bytes, list[list[int]]] | None
-    num_waits: int
+    taken: Taken
     work: Work
-    passed: float | None = None
-    begun: tuple[bytes, list[list[int]]] | None = None
+
+    @property
+    def num_waits(self) -> int:
+        """The number of all waits."""
+        return self.noted.number + self.taken.waits
 
 
 class _Span(NamedTuple):
-    """The time of an epoch, with the percentiles of its waits, if they are known already."""
+    """The time of an epoch, with the percentiles of its waits, if they are known already.
+
+    `number` counts those that have ended in the core.
+    """
 
     begin: _Mark
     end: _Mark
     percentiles: tuple[float, float] | None
     epoch: int
+    number: int = -1
 
 
 class ReaderCounts:
@@ -185,7 +190,9 @@ class ReaderCounts:
         self._epochs: deque[_Span] = deque(maxlen=_KEPT_EPOCHS)
         self._open_epoch = -1
         self._last_end = self._begin = self._mark(FillerStats)  # of that epoch
-        self._seen_begin_ns = 0  # of an epoch that began in the core
+        # Of epochs in the core: when the last one began, and how many have ended, that are noted.
+        self._seen_begin_ns = self._num_ends = 0
+        self._done: Done = lambda in_core: FillerStats(counts=in_core)  # as they ended
         self._warned: set[str] = set()
 
     # --- the consumer's calls ---------------------------------------------------------------------
@@ -214,9 +221,7 @@ class ReaderCounts:
     def begin_epoch(self, epoch: int, work: Work) -> None:
         """Note that the last wait was for the first batch of an epoch."""
         with self._lock:
-            before, now = self.waits.before, self._mark(work)
-            now = now._replace(noted=before, num_waits=now.num_waits - 1)
-            now = now._replace(passed=before.elapsed_seconds)
+            now = self._mark(work)._replace(noted=self.waits.before)
             self._end(now)
             self._open_epoch, self._begin = epoch, now._replace(work=self._last_end.work)
 
@@ -226,16 +231,17 @@ class ReaderCounts:
             self._catch_up()
             self._end(self._mark(work))
 
-    def end_epoch_of_turns(self, work: Work) -> None:
-        """Note the end of an epoch that ended in the core."""
+    def end_epoch_of_turns(self, done: Done) -> None:
+        """Count and note the end of an epoch in the core; `done` is what was done elsewhere.
+
+        That is the same at the ends of later ones, up to the next call.
+        """
         with self._lock:
-            turns, end = self.waits.turns, self._mark(work)
+            self._catch_up()
+            self._done, turns = done, self.waits.turns
             assert turns is not None
-            self._catch_up(end)
-            count = turns.epoch_batches
-            if self._open_epoch >= 0:
-                self.last = self._open_epoch, count - 1
-            self._end(end, knows_later=count <= _FEW)
+            turns.struct.num_ends += 1
+            self._catch_up()
 
     @property
     def open_epoch(self) -> int:
@@ -244,32 +250,46 @@ class ReaderCounts:
             self._catch_up()
             return self._open_epoch
 
-    def _catch_up(self, now: _Mark | None = None) -> None:
-        """Note that an epoch has begun in the core, if one has; under the lock."""
+    def _catch_up(self) -> None:
+        """Note the epochs that have ended in the core, and one that has begun; under the lock."""
         turns = self.waits.turns
-        if turns is None or turns.epoch_begin_ns == self._seen_begin_ns:
-            return
-        self._seen_begin_ns = turns.epoch_begin_ns
-        now = now or self._mark(FillerStats)
-        num_waits = now.noted.number + turns.waits_before
-        mark = _Mark(*now[:4], None, num_waits, self._last_end.work, None, now.turns)
-        self._open_epoch, self._begin = turns.begun, mark
+        while turns is not None and self._num_ends < turns.struct.num_ends:
+            number = max(self._num_ends, turns.struct.num_ends - MAX_ENDS)
+            of = turns.ended(number)
+            if number + MAX_ENDS < turns.struct.num_ends:  # the consumer has gone on
+                continue
+            self._begin_in_core(of.begin, of.epoch)
+            self.last = of.epoch, of.batches - 1
+            self._end(self._mark(partial(self._done, of.done), of.end), number)
+            self._num_ends = number + 1
+        if turns is not None and turns.struct.before.at_ns != self._seen_begin_ns:
+            self._begin_in_core(turns.counts(before_epoch=True), turns.struct.begun)
 
-    def _end(self, end: _Mark, *, knows_later: bool = False) -> None:
-        if self._open_epoch >= 0:
-            found = None if knows_later else self._percentiles(self._begin, end)
-            self._epochs.append(_Span(self._begin, end, found, self._open_epoch))
-            self._open_epoch, self._last_end = -1, end
+    def _begin_in_core(self, before: Taken, epoch: int) -> None:
+        """Note that an epoch has begun in the core, unless that was noted."""
+        if before.at_ns != self._seen_begin_ns:
+            self._begin = self._mark(self._last_end.work, before)
+            self._open_epoch, self._seen_begin_ns = epoch, before.at_ns
+
+    def _end(self, end: _Mark, number: int = -1) -> None:
+        """Note the end of the epoch that has begun; its `number` in the core, if it ended there."""
+        if self._open_epoch < 0:
+            return
+        is_short = end.num_waits - self._begin.num_waits <= _FEW
+        found = None if number >= 0 and is_short else self._percentiles(self._begin, end)
+        if number < 0 or not self._epochs or self._epochs[-1].number != number:
+            self._epochs.append(_Span(self._begin, end, found, self._open_epoch, number))
+        self._open_epoch, self._last_end = -1, end
 
     def _percentiles(self, begin: _Mark, end: _Mark) -> tuple[float, float]:
         return self.waits.percentiles(end.num_waits, begin.num_waits)
 
-    def _mark(self, work: Work) -> _Mark:
-        """Note the present; called under the lock."""
-        waits, turns = self.waits, self.waits.turns
-        copied = None if turns is None else turns.copied()
+    def _mark(self, work: Work, taken: Taken | None = None) -> _Mark:
+        """Note the present, or when so much was taken in the core; called under the lock."""
+        if taken is None:
+            taken = Taken() if self.waits.turns is None else self.waits.turns.counts()
         counted = self._batches, self._skipped, self._counted.copy()
-        return _Mark(*counted, waits.noted, copied, waits.number, work)
+        return _Mark(*counted, self.waits.noted, taken, work)
 
     def new_warnings(self, found: Sequence[str]) -> list[str]:
         """Return the warnings that the caller has not seen yet."""
@@ -292,11 +312,17 @@ class ReaderCounts:
 
     @staticmethod
     def work(
-        filler: Work, uploads: Mapping[str, int], device_chunks: int, device_nbytes: int
+        filler: Done,
+        uploads: Mapping[str, int],
+        device_chunks: int,
+        device_nbytes: int,
+        in_core: ThreadCounts,
     ) -> FillerStats:
         """Return work of a filler with that of uploads, and of a GPU that has decoded chunks."""
-        done = filler()
+        done = filler(in_core)
         counts, stages = done.counts, dict(done.stage_seconds)
+        stages["plan"] += counts.plan_ns / 1e9
+        stages["transform"] += counts.transform_ns / 1e9
         stages["upload"] += uploads.get("upload", 0) / 1e9
         stages["read"] += counts.read_ns / 1e9
         stages["decode"] += counts.decode_ns / 1e9
@@ -335,28 +361,19 @@ class ReaderCounts:
         return self._made(begin, end, percentiles, epoch, ways=ways, **how)
 
     def _moment(self, mark: _Mark) -> _Moment:
-        nbytes, used = 0, Used()
-        turns, of_turns = self.waits.turns, TurnsCounts()
-        if turns is not None and mark.turns is not None:
-            of_turns = turns.counts(mark.turns)
-        if turns is not None and mark.begun is not None:
-            of_turns = turns.counts(mark.begun, before_epoch=True)
-        samples = mark.counted[None] + of_turns.samples
+        nbytes, used, turns, taken = 0, Used(), self.waits.turns, mark.taken
+        samples = mark.counted[None] + taken.samples
         for rows, (of_each, used_of_each) in self._sizes.items():
             count = samples if rows is None else mark.counted[rows]
-            if rows is not None and of_turns.num_rows:
-                count += of_turns.num_rows[self._columns[rows]]
+            if rows is not None and taken.num_rows:
+                count += taken.num_rows[self._columns[rows]]
             nbytes, used = nbytes + count * of_each, used.plus(used_of_each, count)
-        passed = mark.passed
-        if mark.begun is not None:
-            passed = self.waits.passed(of_turns.epoch_begin)
-        if passed is None:
-            passed = mark.noted.elapsed_seconds
-            if of_turns.waits:
-                passed = max(passed, self.waits.passed(of_turns.end))
-        seconds = mark.noted.seconds + of_turns.wait_seconds
+        passed = mark.noted.elapsed_seconds
+        if turns is not None and taken.at_ns:
+            passed = max(passed, self.waits.passed(turns.seconds(taken.at_ns)))
+        seconds = mark.noted.seconds + taken.wait_ns / 1e9
         waits = WaitTotals(mark.num_waits, seconds, passed)
-        counts = mark.batches + of_turns.batches, samples, mark.skipped, nbytes
+        counts = mark.batches + taken.batches, samples, mark.skipped, nbytes
         return _Moment(*counts, used, waits, mark.work(), self._reader)
 
     def _since(self, since: ReaderStats | None) -> _Moment:

@@ -15,6 +15,7 @@ import os
 import queue
 import time
 from collections.abc import Callable, Sequence
+from ctypes import c_void_p
 from functools import partial, reduce
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -29,6 +30,7 @@ from h5async.fill.outcomes import (
     NO_CALLS,
     Answers,
     Calls,
+    Done,
     FillerStats,
     FillOutcome,
     Recorded,
@@ -48,7 +50,7 @@ from h5async.read.coretables import Scratch
 from h5async.read.queue import END, TICKET, BatchQueue, SlotBatch, Turns
 from h5async.samples.assembly import SlotMemory
 from h5async.spelling import named
-from h5async.system.timeline import Timeline
+from h5async.system.timeline import ThreadCounts, Timeline
 
 _FOUND = "was changed while the reader was made, of which helper processes have found two versions"
 
@@ -174,10 +176,14 @@ class HelperFiller(Workers):
         """Return the statistics of all helpers so far."""
         return reduce(FillerStats.plus, [each.stats() for each in self.supervisors])
 
-    def snapshot(self) -> Callable[[], FillerStats]:
-        """Return a function that returns the statistics of now."""
+    def done_in_core(self) -> ThreadCounts:
+        """Return what is done in the core here: nothing."""
+        return ThreadCounts()
+
+    def done_in_python(self) -> Done:
+        """Return the statistics of now, as `Filler` does."""
         done = self.stats()
-        return lambda: done
+        return lambda _: done
 
     def record(self, timeline: Timeline | None) -> None:
         """Record the events of all threads, including those of helpers. None stops it."""
@@ -280,7 +286,9 @@ class PostedBatches(QueuedBatches):
 
     def __init__(self, core: Core, samplings: Samplings, rows: int, num_slots: int) -> None:
         batches = [SlotBatch(core.BatchPlan(), (core.Target * 0)(), rows, None)] * num_slots
-        super().__init__(BatchQueue(core, None, batches, 1, samplings.selection), samplings)
+        super().__init__(
+            BatchQueue(core, None, batches, 1, c_void_p(), samplings.selection), samplings
+        )
         self.put_ticket, self.end = self._queue.put_ticket, self._queue.end
         self.answers: Answers = [None] * num_slots  # the last ones
         self.index = partial(_index, self.answers)  # as of `Submissions`

@@ -173,7 +173,7 @@ class Collection:
             ctypes.byref(worker.struct),
             *arguments,
         )
-        worker.note_return()
+        scratch.note_return()
         return done
 
     def planned(self, batch: SlotBatch) -> Planned:
@@ -201,7 +201,7 @@ class Collection:
                 end - begin,
                 number,
             )
-            worker.note_return()
+            scratch.note_return()
             if scratch.stop.value:
                 raise ReaderClosedError(CLOSED)
             if done < end:

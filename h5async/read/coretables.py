@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import c_int32
-from time import perf_counter_ns
+from time import monotonic_ns, perf_counter_ns
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +26,6 @@ from h5async.core.binding import (
     CoreTrace,
     CoreWorker,
     address,
-    counts_in_core,
 )
 from h5async.errors import ReaderClosedError
 from h5async.index.datasettable import kinds_of
@@ -362,21 +361,6 @@ def scratch_size(leaf: DatasetLayout) -> ScratchSize:
     return ScratchSize(encoded, at_once * leaf.chunk_nbytes, encoded_room(leaf.chunk_nbytes))
 
 
-class CopiedCounts(NamedTuple):
-    """What a thread had done, in Python and by the compiled core, at some time."""
-
-    in_python: tuple[int, ...]
-    in_core: tuple[tuple[int, ...], int] | None
-
-    def total(self) -> tuple[ThreadCounts, int]:
-        """Return the counts, and the nanoseconds in which the core transformed rows."""
-        counts = ThreadCounts(*self.in_python)
-        if self.in_core is None:
-            return counts, 0
-        more, transform_ns = counts_in_core(*self.in_core)
-        return counts.plus(more), transform_ns
-
-
 @dataclasses.dataclass
 class Scratch:
     """The working memory of one thread, allocated once.
@@ -415,10 +399,11 @@ class Scratch:
             if self.timeline is not None:
                 self.timeline.add("read", begin)
 
-    def copied_counts(self) -> CopiedCounts:
-        """Return what was done so far, for `CopiedCounts.total`."""
-        in_core = None if self._worker is None else self._worker.copied_counts()
-        return CopiedCounts(tuple(vars(self.counts).values()), in_core)
+    def note_return(self) -> None:
+        """Note, right after a call of the core, how long it took to get the GIL back."""
+        if self._worker is not None:
+            returned_ns = int(self._worker.struct.returned_ns)
+            self.counts.gil_wait_ns += monotonic_ns() - returned_ns
 
     def require_open(self) -> None:
         """Raise `ReaderClosedError` once the reader is being closed: nobody wants the rest."""

@@ -19,11 +19,12 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.core.binding import Core, address
+from h5async.core.binding import Core, address, counts_of
 from h5async.order.sampling import Sampling
 from h5async.order.selection import Selection
 from h5async.read.coretables import CoreTables, Scratch
 from h5async.system.resources import usable_cores
+from h5async.system.timeline import ThreadCounts
 
 Int64s = NDArray[np.int64]
 Uint64s = NDArray[np.uint64]
@@ -31,7 +32,7 @@ Uint64s = NDArray[np.uint64]
 # Results of `BatchQueue.next` and `BatchQueue.do_oldest` that are not a slot.
 END, TICKET, NOTHING, READY = -1, -2, -3, -4
 _ALONE = 1  # result of `submit`: no batch that was dropped is under way
-MAX_WAITS, MAX_GIVEN = 4096, 16  # as in core/src/turns.c
+MAX_WAITS, MAX_GIVEN, MAX_ENDS = 4096, 16, 257  # as in core/src/turns.c
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -71,8 +72,9 @@ class BatchQueue:
 
     Its memory lasts as long as this object, and so as long as any call. `tables` are closed by
     their owner after the last call of `next`, which `num_threads` threads will call. `batches` are
-    by slot; `selection` maps positions to sample numbers, and `drawn` is the alias table from which
-    positions are drawn, if they are. Without tables, `next` returns with each batch at once, and
+    by slot; `workers` is the core's list of those that work for the reader; `selection` maps
+    positions to sample numbers, and `drawn` is the alias table from which positions are drawn, if
+    they are. Without tables, `next` returns with each batch at once, and
     `finish` says that another process has filled it.
     """
 
@@ -82,10 +84,11 @@ class BatchQueue:
         tables: CoreTables | None,
         batches: Sequence[SlotBatch],
         num_threads: int,
+        workers: ctypes.c_void_p,
         selection: Selection,
         drawn: NDArray[Any] | None = None,
     ) -> None:
-        self._core = core
+        self._core, self._workers = core, workers
         self._keep: tuple[Any, ...] = tables, batches, selection.numbers, drawn
         self._jobs = (core.Job * len(batches))()
         self._struct = core.Queue(
@@ -101,6 +104,7 @@ class BatchQueue:
             step=selection.step,
             num_cores=usable_cores(),
             is_remote=tables is None,
+            workers=ctypes.addressof(workers),
             table=None if drawn is None else address(drawn),
             num_columns=0 if drawn is None else drawn.size,
         )
@@ -225,7 +229,7 @@ class BatchQueue:
         worker = scratch.worker(self._core)
         found = int(self._core.next(self._queue, ctypes.byref(worker.struct), True))
         if found != END:
-            worker.note_return()
+            scratch.note_return()
         return found
 
     def do_oldest(self, scratch: Scratch) -> int:
@@ -263,9 +267,10 @@ class BatchQueue:
         """Release the memory of slots, and tables; no thread will ask for work any more."""
         self._keep, self._samples, self.offsets = (), [], []
 
-    def plan_seconds(self) -> float:
-        """Return the time spent on plans, summed up over all threads."""
-        return int(self._struct.plan_ns) / 1e9
+    def note_workers(self, count: int) -> None:
+        """Note that a thread came or left, and how many there are; one at a time calls this."""
+        self._struct.num_inside = count
+        self._struct.num_changes += 1
 
 
 # --- the consumer's turns -------------------------------------------------------------------------
@@ -310,9 +315,8 @@ class RunEpochs:
         self.size, self.stride = sampling.batch_size, sampling.step_samples
         self.mappings = [one.mapping for one in epochs]
         self._keep = epochs
-        table = np.array([(*one[1:4], *_addresses(one)) for one in epochs], np.int64)
         # Of RunEpoch in core/src/turns.c.
-        self.table = np.concatenate((table, np.repeat(table[-1:], more, axis=0)))
+        self.table = np.array([(*one[1:4], *_addresses(one)) for one in epochs], np.int64)
         self.stop = epochs[-1].stop + more * self.epoch_batches
 
     def end_of(self, epoch: int) -> int:
@@ -339,20 +343,31 @@ def _given_of(struct: Any, arrays: Sequence[Any]) -> tuple[int, dict[int, Int64s
     return begin, {of[3 * at] or 0: arrays[at] for at in numbers}
 
 
-class TurnsCounts(NamedTuple):
-    """Batches that were taken, their samples, the waits for them, and when the last one ended.
+class Taken(NamedTuple):
+    """Batches that were taken in the core, their samples, the waits for them, and when that was.
 
-    `epoch_begin` is when the wait for the first batch of the last epoch began that began here. In
-    seconds, of `time.perf_counter`.
+    The time is the end of the last wait, or the begin of the next one, by the core's clock.
     """
 
     batches: int = 0
     samples: int = 0
     waits: int = 0
-    wait_seconds: float = 0.0
-    end: float = 0.0
-    epoch_begin: float = 0.0
+    wait_ns: int = 0
+    at_ns: int = 0
     num_rows: Sequence[int] = ()  # by column, of ragged ones
+
+
+class TakenEpoch(NamedTuple):
+    """What was taken before and at the end of an epoch, and what workers had done then.
+
+    It is `epoch`, of so many `batches`.
+    """
+
+    begin: Taken
+    end: Taken
+    done: ThreadCounts
+    epoch: int
+    batches: int
 
 
 class Run(Protocol):
@@ -391,10 +406,11 @@ class Turns:
     if that is the last of its epoch. `give` requests one of samples in a new array, and returns
     whether it did: not if that has anything but int64 below `num_samples`. `fill_own` fills a
     batch, by its serial, that was submitted as the consumer's own, if it is cheap and the state is
-    not lent. `on_epoch` is called when the last batch of one was taken. `read` returns a batch that
-    lasts of such samples, read in the calling thread, any one; False if it could not. `deliver`
-    returns the views of the batch with a serial and size; None if that is not in use, or Python
-    makes them.
+    not lent. `on_epoch` is called when the last batch of one was taken, if it had many waits, or
+    Python may have counted something meanwhile: it has to count the end in `num_ends`. Other ends
+    are counted without it. `read` returns a batch that lasts of such samples, read in the calling
+    thread, any one; False if it could not. `deliver` returns the views of the batch with a serial
+    and size; None if that is not in use, or Python makes them.
 
     While the state is lent, `next_in_run` of `struct` is which batch of the run is next, or below
     all: one that is given.
@@ -426,8 +442,11 @@ class Turns:
         self.fill_own, self.read, self.deliver = rest
         self._slots = np.zeros(queue.num_slots, np.int64)
         self._waits_ns = np.zeros(MAX_WAITS, np.int64)
-        # By column: rows of all batches taken by `take`, if it is ragged, and before an epoch.
-        self.num_rows = np.zeros((2, queue.struct.contents.num_fields), np.int64)
+        self._ends = (core.EpochEnd * MAX_ENDS)()
+        # By column: rows of all batches taken by `take`, if it is ragged, and before an epoch; then
+        # the same of each of `_ends`.
+        fields, most = queue.struct.contents.num_fields, 1 + MAX_ENDS if is_ragged else 1
+        self._num_rows = np.zeros((most, 2, fields), np.int64)
         self._seen = 0  # of the waits
         self._on_left: Callable[[], object] | None = None
         self._given: list[Any] = [None] * MAX_GIVEN  # arrays of sample numbers
@@ -440,7 +459,8 @@ class Turns:
         struct.queue, struct.worker = queue.struct, ctypes.pointer(scratch.worker(core).struct)
         struct.num_slots, struct.slot_of = queue.num_slots, address(self._slots)
         struct.waits_ns, struct.is_alone = address(self._waits_ns), is_alone
-        struct.num_rows = address(self.num_rows) if is_ragged else None
+        struct.num_rows = address(self._num_rows) if is_ragged else None
+        struct.ends = ctypes.addressof(self._ends)
         struct.type, struct.made, struct.later, struct.size = map(id, self._keep[:4])
         struct.index, struct.samples = map(id, self._keep[4:])
         struct.held, struct.num_samples = -1, num_samples
@@ -471,32 +491,12 @@ class Turns:
     @property
     def taken(self) -> int:
         """The batches that `take` has given so far."""
-        return int(self.struct.taken)
+        return int(self.struct.taken.batches)
 
     @property
     def num_waits(self) -> int:
         """The waits for batches that `take` has given so far."""
-        return int(self.struct.num_waits)
-
-    @property
-    def epoch_begin_ns(self) -> int:
-        """A number that changes when the first batch of an epoch is taken."""
-        return int(self.struct.epoch_begin_ns)
-
-    @property
-    def waits_before(self) -> int:
-        """The waits for batches before that epoch."""
-        return int(self.struct.waits_before)
-
-    @property
-    def begun(self) -> int:
-        """The epoch of that batch."""
-        return int(self.struct.begun)
-
-    @property
-    def epoch_batches(self) -> int:
-        """The batches in an epoch of the run that was lent last."""
-        return int(self.struct.epoch_batches)
+        return int(self.struct.taken.waits)
 
     def lend(
         self,
@@ -528,10 +528,11 @@ class Turns:
         struct.first, struct.stop, struct.epochs = epochs.first, epochs.stop, address(epochs.table)
         struct.stride, struct.count = epochs.stride, epochs.size
         struct.epoch_end, struct.epoch_batches = epochs.epoch_end, epochs.epoch_batches
+        struct.num_epochs = len(epochs.table)
         if not self._queue.is_dropping():
             self._mappings = [kept for kept in self._mappings if kept[0] > following]
         self._mappings.append((epochs.stop, epochs.mappings))
-        struct.epoch, struct.number = run.epoch, run.number
+        struct.epoch, struct.number, struct.changes = run.epoch, run.number, -1
         struct.names, struct.arrays, struct.part = map(id, run.views)
         if run.views[0] is None:
             struct.names = None
@@ -591,28 +592,29 @@ class Turns:
     def new_waits(self) -> list[float]:
         """Return the last waits since the last call, in seconds."""
         struct, seen = self.struct, self._seen
-        self._seen = struct.num_waits
+        self._seen = struct.taken.waits
         each = range(max(seen, self._seen - MAX_WAITS), self._seen)
         return [int(self._waits_ns[wait % MAX_WAITS]) / 1e9 for wait in each]
 
-    def copied(self) -> tuple[bytes, list[list[int]]]:
-        """Return what `counts` makes the counts of now of."""
-        return bytes(self._memory), self.num_rows.tolist()
+    def counts(self, *, before_epoch: bool = False) -> Taken:
+        """Return what was taken so far, or before the last epoch that began here."""
+        struct = self.struct.before if before_epoch else self.struct.taken
+        copied = self._core.Taken.from_buffer_copy(struct)  # of one moment
+        return _taken(copied, self._num_rows[0, int(before_epoch)])
 
-    def counts(
-        self, copied: tuple[bytes, list[list[int]]], *, before_epoch: bool = False
-    ) -> TurnsCounts:
-        """Return the counts of a moment, or those before the last epoch that had begun then."""
-        struct = self._core.Turns.from_buffer_copy(copied[0])
-        offset_ns = self._core.clock_offset_ns()
-        end, epoch_begin = ((ns + offset_ns) / 1e9 for ns in (struct.end_ns, struct.epoch_begin_ns))
-        taken = struct.taken, struct.samples_taken, struct.num_waits, struct.total_ns / 1e9
-        if before_epoch:
-            taken = (
-                struct.taken_before,
-                struct.samples_before,
-                struct.waits_before,
-                struct.total_before_ns / 1e9,
-            )
-        end = end if struct.num_waits else 0.0
-        return TurnsCounts(*taken, end, epoch_begin, copied[1][before_epoch])
+    def ended(self, number: int) -> TakenEpoch:
+        """Return one of the last epochs that have ended here, by its number among all that have."""
+        at = number % MAX_ENDS
+        end = self._core.EpochEnd.from_buffer_copy(self._ends[at])  # of one moment
+        taken, before = self._num_rows[(1 + at) % len(self._num_rows)]
+        moments = _taken(end.begin, before), _taken(end.end, taken)
+        return TakenEpoch(*moments, counts_of(end.done), end.epoch, end.count)
+
+    def seconds(self, ns: int) -> float:
+        """Return a time of the core's clock as one of `time.perf_counter`."""
+        return (ns + self._core.clock_offset_ns()) / 1e9
+
+
+def _taken(struct: Any, num_rows: Int64s) -> Taken:
+    numbers = map(struct.__getattribute__, Taken._fields[:-1])
+    return Taken._make((*numbers, num_rows.tolist()))

@@ -28,7 +28,7 @@ from h5async.errors import (
     taking_memory,
 )
 from h5async.fill.filling import Filler
-from h5async.fill.outcomes import FillerStats, FillOutcome
+from h5async.fill.outcomes import Done, FillerStats, FillOutcome
 from h5async.fill.submissions import Submissions
 from h5async.io.shared import plain_memory
 from h5async.observe.readercounts import ReaderCounts, SkippedSamples, Work
@@ -164,6 +164,7 @@ class Delivery:
             run = next_run(self._batches, course, ring, submissions, turns, slots)
             if run is not None:
                 turns.on_epoch(self._end_epoch_of_turns)
+                turns.struct.is_in_epoch = counts.open_epoch >= 0
                 ring.lend(run)
         return turns.is_lent
 
@@ -433,14 +434,18 @@ class Delivery:
             counts.end_epoch(self.work())
 
     def _end_epoch_of_turns(self) -> None:
-        self._counts.end_epoch_of_turns(self.work())
+        self._counts.end_epoch_of_turns(self._done(self._filler.done_in_python()))
 
     def work(self, done: FillerStats | None = None) -> Work:
         """Return the work of all threads so far; `done` is that of the filler, if known."""
+        filler = self._filler
+        of_filler = filler.done_in_python() if done is None else lambda _: done
+        return partial(self._done(of_filler), filler.done_in_core())
+
+    def _done(self, filler: Done) -> Done:
         policy, counts = self._setup.device_policy, self._counts
-        snapshot = self._filler.snapshot() if done is None else lambda: done
         uploads = counts.upload_times.copied() if self._setup.is_on_gpu else {}
-        return partial(counts.work, snapshot, uploads, policy.num_chunks, policy.decoded_nbytes)
+        return partial(counts.work, filler, uploads, policy.num_chunks, policy.decoded_nbytes)
 
     # --- the caller's batch -----------------------------------------------------------------------
 

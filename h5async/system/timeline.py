@@ -43,6 +43,8 @@ class ThreadCounts:
     decoded_chunks: int = 0
     decoded_nbytes: int = 0
     h5py_decoded_nbytes: int = 0  # by HDF5, from chunks that only h5py reads
+    transform_ns: int = 0  # by the core
+    plan_ns: int = 0  # by the core, of batches in its queue
 
     def plus(self, other: ThreadCounts, times: int = 1) -> ThreadCounts:
         """Return the sum of all counts; `other` counts `times` times."""

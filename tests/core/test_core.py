@@ -1046,20 +1046,20 @@ def test_chunks_that_are_kept(core, tmp_path):
     scratch = Scratch(np.empty(0, np.uint8), np.empty(12, np.uint8), (np.empty(99, np.uint8),) * 3)
     with Collected(core, [layout], 8, io="map", kept_nbytes=1000, scratch=scratch) as collected:
         collected.lies_in(memory)
-        counts = scratch.copied_counts
+        done = scratch.worker(core).struct.done
         layout.chunks.nbytes[2] -= 1
         assert collected.read(range(1, 7)) == 1
         assert collected.left() == {0: [3, 4, 5]}
         assert np.array_equal(collected.arrays[0][:3], expected[1:4])
-        assert counts().total()[0].decoded_chunks == 2
+        assert done.decoded_chunks == 2
         layout.chunks.nbytes[2] += 1
         for _ in range(3):
             assert collected.read(range(1, 7)) == 0
             assert np.array_equal(collected.arrays[0][:6], expected[1:7])
-        assert counts().total()[0].decoded_chunks == 4
+        assert done.decoded_chunks == 4
         collected.collection.tables.forget_chunks()
         assert collected.read(range(1, 7)) == 0
-        assert counts().total()[0].decoded_chunks == 8
+        assert done.decoded_chunks == 8
 
 
 def test_more_chunks_than_are_claimed_at_once(core):
@@ -1080,7 +1080,7 @@ def test_more_chunks_than_are_claimed_at_once(core):
             assert collected.read(range(half, 2 * count, 2)) == 0
             row = np.frombuffer(values, np.uint8).reshape(2, 6)[half]
             assert (collected.arrays[0] == row).all()
-        assert scratch.copied_counts().total()[0].decoded_chunks == count
+        assert scratch.worker(core).struct.done.decoded_chunks == count
 
 
 # --- rows as delivered ---------------------------------------------------------------------------

@@ -111,7 +111,7 @@ class Pieces:
         sources = ctypes.byref(opened)
         self.core.open_sources(sources)
         struct = self.worker.struct
-        before = struct.read_nbytes, struct.read_ns
+        before = struct.done.read_nbytes, struct.done.read_ns
         self.done = self.core.read_ranges(
             sources,
             ctypes.byref(self.worker.struct),
@@ -122,8 +122,8 @@ class Pieces:
         )
         self.core.close_sources(sources)
         assert base.is_intact(), "written beside the memory"
-        assert struct.read_nbytes - before[0] == nbytes[: self.done].sum()
-        assert struct.read_ns >= before[1]
+        assert struct.done.read_nbytes - before[0] == nbytes[: self.done].sum()
+        assert struct.done.read_ns >= before[1]
         return base.inside
 
 

@@ -271,7 +271,7 @@ def test_chunks_are_kept_beside_others_that_are_refused(tmp_path, core):
             collected.read(range(1, 40, 2))
             assert list(collected.left()) == [0]
             assert_same_bits(collected.arrays[1][:20], values[1::2])
-        assert collected.scratch.copied_counts().total()[0].decoded_chunks == 5
+        assert collected.scratch.worker(core).struct.done.decoded_chunks == 5
 
 
 @each("io", ["auto", "map"])
@@ -306,16 +306,16 @@ def test_as_many_chunks_are_kept_as_the_budget_has_room_for(tmp_path, core):
     values, layouts = gzip_dataset(tmp_path / "data.h5", samples=40, chunk=2, width=1)
     for budget, kept in ((10 * (8 + 128), 10), (10 * 8, 2), (0, 2)):
         with Collected(core, layouts, 20, io="auto", kept_nbytes=budget) as collected:
-            counts = collected.scratch.copied_counts
+            done = collected.scratch.worker(core).struct.done
             for chunk in range(20):
                 assert collected.read([2 * chunk]) == 0
-            assert counts().total()[0].decoded_chunks == 20
+            assert done.decoded_chunks == 20
             for chunk in range(20 - kept, 20):
                 assert collected.read([2 * chunk + 1]) == 0
                 assert_same_bits(collected.arrays[0][:1], values[2 * chunk + 1 :][:1])
-            assert counts().total()[0].decoded_chunks == 20
+            assert done.decoded_chunks == 20
             assert collected.read([0]) == 0
-            assert counts().total()[0].decoded_chunks == 21
+            assert done.decoded_chunks == 21
 
 
 def read_in_threads(core, collected, num_threads, rounds, each_batch):

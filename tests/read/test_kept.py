@@ -97,5 +97,5 @@ def test_whole_chunks_are_kept_for_later_epochs_where_there_is_room_for_all(file
                 for begin in range(0, len(rows), CHUNK):
                     assert read.read(range(begin, begin + CHUNK)) == 0
                     assert_same_bits(read.arrays[0][:CHUNK], rows[begin : begin + CHUNK])
-                decoded.append(read.scratch.copied_counts().total()[0].decoded_chunks)
+                decoded.append(read.scratch.worker(core).struct.done.decoded_chunks)
         assert decoded == expected

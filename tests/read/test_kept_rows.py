@@ -49,7 +49,7 @@ def split_dataset(path, rows=23, row=(5, 6, 3), chunks=(4, 2, 4, 2), dtype="u1",
 
 
 def decoded(read: Collected, core) -> int:
-    return read.scratch.copied_counts().total()[0].decoded_chunks
+    return read.scratch.worker(core).struct.done.decoded_chunks
 
 
 def test_what_is_kept_has_the_same_numbers_in_python_and_in_c():

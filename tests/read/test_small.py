@@ -77,11 +77,11 @@ def test_nothing_is_read_of_a_file_that_was_checked_a_moment_ago(tmp_path, core,
     some = [0, 1, 3]  # of the first three files
     with Collected(core, layouts, 3, io="pread", kept_nbytes=KEPT, most_files=1) as read:
         assert read.read(some) == 0
-        read_nbytes = read.scratch.worker(core).struct.read_nbytes
+        read_nbytes = read.scratch.worker(core).struct.done.read_nbytes
         for path in paths[1:3]:
             path.unlink()
         assert read.read(some[1:]) == 0
-        assert read.scratch.worker(core).struct.read_nbytes == read_nbytes
+        assert read.scratch.worker(core).struct.done.read_nbytes == read_nbytes
         assert_same_bits(read.arrays[0][:2], rows[some[1:]])
 
 

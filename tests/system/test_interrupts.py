@@ -117,6 +117,30 @@ def test_no_batch_is_lost(path, workers, num_threads, shuffle):
     assert len(set(interrupted)) > 30
 
 
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_short_epochs_are_counted_once(path, num_threads):
+    """Also where Python is interrupted as it notes that one has ended."""
+    options = {"batch_size": N // 2, "num_threads": num_threads, "device": "cpu", "timeout": 60}
+    interrupted, due = set(), 0
+    with AsyncReader(hdf5_path=path, **options) as reader:
+        turns = reader._engine.ring.turns
+        for place in range(1, 150):
+            while not (turns.is_lent and due % 2):
+                assert reader.get_next_batch().number == due % 2
+                due += 1
+            turns.struct.changes = -1  # Python notes the next end
+            interrupter = Interrupter(place)
+            if interrupter.run(reader.get_next_batch) is not None:
+                due += 1
+            elif interrupter.where:
+                interrupted.add(interrupter.where.partition(":")[0])
+        assert reader.stats().batches == due
+        found = [reader.stats(epoch=epoch) for epoch in range((due + 1) // 2)]
+        assert reader.stats(epoch=-len(found)).epoch == 0, "each is there once"
+    assert all((one.batches, one.samples) == (2, N) for one in found[: due // 2])
+    assert {"ReaderCounts._catch_up", "ReaderCounts._end"} <= interrupted
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_threads", [0, 2])
 def test_loops_and_jumps_can_be_interrupted(path, num_threads):

@@ -62,7 +62,7 @@ static void plan_job(Queue *queue, Job *job, Worker *w)
         note_stage(w, PLANNING, begin, end);
     end_tracing(w);
     pthread_mutex_lock(&queue->lock);
-    queue->plan_ns += end - begin, job->work_ns += end - begin;
+    w->done.plan_ns += end - begin, job->work_ns += end - begin;
     job->next_item = job->is_planned && !job->is_dropped ? 0 : job->plan->num_items;
     job->under_way = job->refused = 0;
     job->state = TO_READ;
@@ -164,7 +164,7 @@ PUBLIC int64_t h5async_next(Queue *queue, Worker *w, int64_t stays)
 {
     int64_t next = NEXT_NOTHING;
     pthread_mutex_lock(&queue->lock);
-    queue->num_here += stays;
+    queue->num_here += stays, queue->num_visits += stays;
     while (!queue->is_ended && (next == NEXT_NOTHING || (stays && next < 0))) {
         Job *job = next_job(queue);
         if (stays && queue->tickets) {

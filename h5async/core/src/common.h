@@ -110,7 +110,7 @@
     ((one)->older = (list)->newest, (one)->newer = NULL,                                          \
      *((one)->older ? &(one)->older->newer : &(list)->oldest) = (one), (list)->newest = (one))
 
-enum { ABI = 41 }; /* counts changes of the structures and functions that Python uses */
+enum { ABI = 42 }; /* counts changes of the structures and functions that Python uses */
 enum { MAX_FILTERS = 32, MAX_RANK = 33, MAX_IOVEC = 1024, MAX_PROBES = 16 };
 enum { ADVISED_NBYTES = 128 * 1024 }; /* Linux cuts longer requests to its read-ahead window */
 enum { LONG_RUN_NBYTES = 1 << 20, CLOSE_NBYTES = 4096 }; /* of a run that the system reads ahead */
@@ -182,16 +182,22 @@ typedef struct {
     int64_t expected, found; /* bytes, or what the reason says */
 } Failure;
 
+/* What a worker has done so far, or all of them. */
 typedef struct {
+    int64_t read_ns, decode_ns, place_ns, transform_ns, plan_ns; /* plan_ns: of batches in a queue */
+    int64_t read_nbytes, decoded_chunks, decoded_nbytes;
+} Done;
+
+typedef struct Worker Worker;
+struct Worker {
     const Libraries *libraries;
     uint8_t *encoded, *chunk, *between[3];
     int64_t encoded_nbytes, chunk_nbytes, between_nbytes;
-    void *deflate, *zstd, *heap;          /* made when first needed; heap: a HeapScratch */
-    int64_t read_ns, decode_ns, place_ns; /* where the time went, in total */
-    int64_t read_nbytes, decoded_chunks, decoded_nbytes;
-    int64_t returned_ns;                  /* when the last call ended */
-    const volatile int32_t *stop;         /* not 0: end as soon as possible */
-    int64_t transform_ns;
+    void *deflate, *zstd, *heap;  /* made when first needed; heap: a HeapScratch */
+    Done done;
+    Worker *older;                /* of a list of all workers of a reader; see work.c */
+    int64_t returned_ns;          /* when the last call ended */
+    const volatile int32_t *stop; /* not 0: end as soon as possible */
     _Atomic(Trace *) trace, tracing; /* of calls from now on, and of this one; NULL: not traced */
     int64_t batch;                   /* its serial number */
     TraceEvent latest;               /* which may grow */
@@ -200,7 +206,7 @@ typedef struct {
     int64_t least_nbytes; /* above 0: a chunk is taken that decodes to so many bytes at least */
     int64_t lists_all;    /* not 0: what is kept of far sources is to be fetched, too */
     void *held; /* of malloc: the input of a decoder that needs a copy */
-} Worker;
+};
 
 /* Bytes of a source that lies elsewhere, which were fetched, or are to be. Several are sorted by source
    and offset, and do not overlap. */

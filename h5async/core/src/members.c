@@ -14,7 +14,7 @@ typedef struct {
 #define POINTED_TO(type) type *: "*" #type, const type *: "*" #type
 #define TYPE_OF(member)                                                                           \
     _Generic((member), int32_t: "int32", uint32_t: "uint32", int64_t: "int64",                    \
-        TraceEvent: "TraceEvent", Failure: "Failure", Dataset: "Dataset", POINTED_TO(Libraries),  \
+        TraceEvent: "TraceEvent", Failure: "Failure", Done: "Done", Taken: "Taken", Dataset: "Dataset", POINTED_TO(Libraries),  \
         POINTED_TO(Filter), POINTED_TO(Crop), POINTED_TO(Transform), POINTED_TO(Heap), POINTED_TO(Shape),           \
         POINTED_TO(Layer), POINTED_TO(StepRows), POINTED_TO(SpanRows), POINTED_TO(BatchPlan),     \
         POINTED_TO(Target), POINTED_TO(Field), POINTED_TO(Job), POINTED_TO(Sources), POINTED_TO(Queue), POINTED_TO(Worker),              \
@@ -45,9 +45,10 @@ static const Structure ALL_STRUCTURES[] = {
     MEMBERS(TraceEvent, begin_ns, end_ns, thread, batch, stage, field, source, padding)
     MEMBERS(Trace, events, capacity, count)
     MEMBERS(Failure, reason, filter, extent, cross, at, expected, found)
+    MEMBERS(Done, read_ns, decode_ns, place_ns, transform_ns, plan_ns, read_nbytes, decoded_chunks,
+            decoded_nbytes)
     MEMBERS(Worker, libraries, encoded, chunk, between, encoded_nbytes, chunk_nbytes, between_nbytes,
-            read_ns, decode_ns, place_ns, read_nbytes, decoded_chunks, decoded_nbytes, returned_ns,
-            stop, transform_ns, batch, failure, least_nbytes, lists_all)
+            done, returned_ns, stop, batch, failure, least_nbytes, lists_all)
     MEMBERS(Fetched, source, offset, nbytes, data)
     MEMBERS(Mirror, map, map_nbytes, marks, weights, path, device, inode, nbytes)
     MEMBERS(File, fd, io, map, map_nbytes, device, inode, nbytes, modified_ns, changed_ns, event,
@@ -91,14 +92,15 @@ static const Structure ALL_STRUCTURES[] = {
             out, row_nbytes, may_keep, in_order, numbers)
     MEMBERS(Job, plan, targets, samples, rows, begun_ns, state, is_planned)
     MEMBERS(Queue, fields, sources, jobs, num_fields, num_samples, num_jobs, num_threads, selected,
-            start, step, table, num_columns, num_cores, is_remote, tickets, num_idle,
-            plan_ns, fill_ns, spinners)
+            start, step, table, num_columns, num_cores, is_remote, workers, num_inside,
+            num_changes, tickets, num_idle, fill_ns, spinners)
+    MEMBERS(Taken, batches, samples, waits, wait_ns, at_ns)
+    MEMBERS(EpochEnd, begin, end, done, epoch, count)
     MEMBERS(Turns, queue, worker, num_slots, slot_of, waits_ns, num_samples, draw, is_lent, is_inside,
             is_alone, waits_not, is_open, num_reading, fields, array, lasting, spare, next, asked, held, assigned, reads_ahead, loops, given_begin, given_end,
             given, next_in_run, first, stop, stride, count, epoch_end,
-            epoch_batches, epochs, epoch, number, type, made, later, size, index, samples, run, names, arrays, part, on_left, on_epoch,
-            taken, samples_taken, num_waits, total_ns, begin_ns, end_ns, epoch_begin_ns,
-            begun, taken_before, samples_before, waits_before, total_before_ns, num_rows)
+            epoch_batches, num_epochs, epochs, epoch, number, type, made, later, size, index, samples, run, names, arrays, part, on_left, on_epoch,
+            taken, before, begun, is_in_epoch, ends, num_ends, changes, num_rows)
     MEMBERS(Window, unit, count, names, bounds, delay, begin, drawn, roots, root, last_root, num_units, size,
             window, group_rounds, block_rounds, num_blocks, skip, num_samples, blocks, keys)
     MEMBERS(Curl, curl_global_init, curl_easy_init, curl_easy_setopt, curl_easy_getinfo,

@@ -70,10 +70,12 @@ typedef struct {
     int64_t start, step;
     const Column *table; /* an alias table, of which samples are drawn */
     int64_t num_columns, num_cores, is_remote; /* is_remote: other processes fill the batches */
+    Worker *const *workers; /* of which all count; see link_worker */
+    int64_t num_inside, num_changes; /* threads that may do what Python counts; how often these changed */
     /* The core's: */
     pthread_mutex_t lock;
     pthread_cond_t work;
-    int64_t tickets, num_idle, plan_ns, submitted_ns;
+    int64_t tickets, num_idle, submitted_ns;
     int64_t gap_ns;        /* between batches that are submitted, smoothed */
     int64_t idle_since_ns; /* since when a thread has waited for the next one; 0: none has */
     int64_t idle_ns;       /* for how long that was, smoothed */
@@ -81,7 +83,7 @@ typedef struct {
     int32_t is_ended, is_helped; /* is_helped: by the consumer */
     int32_t is_cold; /* the last range that was read was not all in the page cache */
     int32_t spinners; /* threads that look for batches in a loop: 0 or 1 */
-    int64_t num_here; /* threads that are not in Python */
+    int64_t num_here, num_visits; /* threads that are not in Python; how often one came */
     _Atomic int32_t consumers; /* that wait */
     _Atomic uint32_t events, offers; /* offers: batches that were submitted, and whatever else wakes */
 } Queue;
@@ -91,6 +93,33 @@ static void spin(const _Atomic uint32_t *count, uint32_t seen)
 {
     for (int64_t end = now_ns() + SPIN_NS; atomic_load(count) == seen && now_ns() < end;)
         sched_yield(); /* who is waited for may be on this core */
+}
+
+/* Add a worker to a list of which the owner keeps all as long as any call. With the GIL. */
+PUBLIC int64_t h5async_link_worker(Worker **newest, Worker *w)
+{
+    w->older = *newest, *newest = w;
+    return 1;
+}
+
+/* Sum up what the workers of a list have done. With the GIL. */
+PUBLIC int64_t h5async_sum_done(Worker *const *newest, Done *sum)
+{
+    *sum = (Done){0};
+    for (const Worker *w = *newest; w != NULL; w = w->older)
+        for (size_t i = 0; i < sizeof *sum / sizeof(int64_t); i++)
+            ((int64_t *)sum)[i] += ((const int64_t *)&w->done)[i];
+    return 1;
+}
+
+/* How often threads came and went that do what Python counts; -1: one may be at it. */
+static int64_t changes_in_python(Queue *queue)
+{
+    pthread_mutex_lock(&queue->lock);
+    int are_here = !queue->is_remote && queue->num_here == queue->num_inside;
+    int64_t count = are_here ? queue->num_visits + queue->num_changes : -1;
+    pthread_mutex_unlock(&queue->lock);
+    return count;
 }
 
 PUBLIC int64_t h5async_open_queue(Queue *queue)

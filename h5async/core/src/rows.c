@@ -252,7 +252,7 @@ static int read_row_item(Work *work, const Field *f, const Target *target, const
     RowBlock block;
     int is_good = 1;
     if (copy_item(work, f, shape, target, item)) {
-        work->w->read_nbytes += (ranks.end - ranks.rank) * f->row_nbytes;
+        work->w->done.read_nbytes += (ranks.end - ranks.rank) * f->row_nbytes;
         ranks.rank = ranks.end;
     }
     while (is_good && ranks.rank < ranks.end) {
@@ -262,7 +262,7 @@ static int read_row_item(Work *work, const Field *f, const Target *target, const
                     .unit = f->row_nbytes, .base = target->raw, .fill = shape->dataset.fill,
                     .itemsize = f->itemsize};
         is_good = read_row_pieces(work, f, shape, target, &p) == p.count;
-        work->w->read_nbytes += is_good ? block.rows * f->row_nbytes : 0;
+        work->w->done.read_nbytes += is_good ? block.rows * f->row_nbytes : 0;
     }
     end_stage(work->w, READING, &work->last_ns);
     return is_good;

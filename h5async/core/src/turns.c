@@ -4,7 +4,8 @@
    its own kind, which ctypes would make slower than what they do. All members change while the GIL is
    held. */
 
-enum { MAX_WAITS = 4096, MAX_GIVEN = 16 }; /* read/queue.py declares them, too */
+enum { MAX_WAITS = 4096, MAX_GIVEN = 16, MAX_ENDS = 257 }; /* read/queue.py declares them, too */
+enum { FEW_WAITS = MAX_WAITS / (MAX_ENDS - 1) }; /* of epochs whose waits are kept as long as they are */
 
 /* The batches of an epoch: the first ones are at positions from `begin` on; the last one has
    `last_count` samples, from `last_skip` behind those of the first on; of `samples`, unless NULL; see
@@ -21,6 +22,19 @@ typedef struct {
     int64_t serial, count;
     const int64_t *samples;
 } Given;
+
+/* Batches that were taken, their samples, the waits for them, and when the last one began or ended. */
+typedef struct {
+    int64_t batches, samples, waits, wait_ns, at_ns;
+} Taken;
+
+/* What was taken before an epoch, whose number is `epoch`, and before its end, what was done then, and how
+   many batches it has. */
+typedef struct {
+    Taken begin, end;
+    Done done;
+    int64_t epoch, count;
+} EpochEnd;
 
 typedef struct {
     Queue *queue;
@@ -46,23 +60,26 @@ typedef struct {
     int64_t next_in_run; /* see in_run; -1: its samples are given */
     /* The run: batches `first` to `stop`, by the serials they would have if no samples were given since the
        state is lent, of `count` samples, each `stride` positions further on; of
-       epochs with `epoch_batches`, but the first one, which ends before `epoch_end`. */
-    int64_t first, stop, stride, count, epoch_end, epoch_batches;
+       epochs with `epoch_batches`, but the first one, which ends before `epoch_end`. Those behind the last one
+       of `epochs` are as that one. */
+    int64_t first, stop, stride, count, epoch_end, epoch_batches, num_epochs;
     const RunEpoch *epochs;
     int64_t epoch, number; /* of the batch `first` */
     /* Python's: the type of batches, the names of the members that the arrays, the run with the batch's
        place, its size and its numbers are set to; of the run: names of fields (NULL: Python makes views), of
        what these are made in each slot (see FieldKind.views), and the part of whole batches; what is
-       called when the consumer has left a reader that was closed meanwhile, and when the last batch
-       of an epoch was taken. */
+       called when the consumer has left a reader that was closed meanwhile, and when an epoch has ended
+       of which Python has to note something at once. */
     Object *type, *made, *later, *size, *index, *samples;
     Object *run, *names, *arrays, *part, *on_left, *on_epoch;
-    /* Of all runs: batches, their samples, and waits; the times of the last one, and when that for the
-       first batch of the epoch `begun` began. */
-    int64_t taken, samples_taken, num_waits, total_ns, begin_ns, end_ns, epoch_begin_ns, begun;
-    int64_t taken_before, samples_before, waits_before, total_before_ns; /* before that epoch */
-    int64_t *num_rows; /* [2][num_fields]: of all batches taken, those of ragged fields, and of those before
-                          that epoch; NULL: none are */
+    /* Of all runs, and before the epoch `begun`; is_in_epoch: its last batch was not taken yet. */
+    Taken taken, before;
+    int64_t begun, is_in_epoch;
+    EpochEnd *ends; /* [MAX_ENDS]: of the last epochs, by number modulo MAX_ENDS */
+    int64_t num_ends;
+    int64_t changes; /* see changes_in_python; up to which Python knows what it has counted itself */
+    int64_t *num_rows; /* [2 + 2 * MAX_ENDS][num_fields]: the rows of ragged fields of all batches taken, and
+                          before that epoch; the same of `ends`; NULL: there are none */
 } Turns;
 
 /* Where a batch of the run is: in which of its epochs, from 0 on; its number among the batches of that,
@@ -78,6 +95,11 @@ static InRun place_of(const Turns *t, int64_t at)
         return (InRun){0, at - t->first, behind == -1};
     int64_t number = behind % t->epoch_batches;
     return (InRun){1 + behind / t->epoch_batches, number, number + 1 == t->epoch_batches};
+}
+
+static const RunEpoch *epoch_of(const Turns *t, InRun place)
+{
+    return &t->epochs[place.epoch < t->num_epochs ? place.epoch : t->num_epochs - 1];
 }
 
 static const Given *given_number(const Turns *t, int64_t i)
@@ -116,7 +138,7 @@ static int64_t count_of(const Turns *t, int64_t serial)
     if (given != NULL)
         return given->count;
     InRun place = place_of(t, in_run(t, serial));
-    return place.is_last ? t->epochs[place.epoch].last_count : t->count;
+    return place.is_last ? epoch_of(t, place)->last_count : t->count;
 }
 
 static Job *job_of(const Turns *t, int64_t serial)
@@ -126,7 +148,7 @@ static Job *job_of(const Turns *t, int64_t serial)
 
 static void submit_of_run(Turns *t, int64_t serial, InRun place)
 {
-    const RunEpoch *epoch = &t->epochs[place.epoch];
+    const RunEpoch *epoch = epoch_of(t, place);
     int64_t skipped = place.is_last ? epoch->last_skip : place.number * t->stride;
     Wish wish = {.count = place.is_last ? epoch->last_count : t->count,
                  .serial = serial,
@@ -303,19 +325,39 @@ static Object *new_batch(const Turns *t)
 
 static void note_wait(Turns *t, int64_t begin)
 {
-    t->begin_ns = begin, t->end_ns = now_ns();
-    t->waits_ns[t->num_waits++ % MAX_WAITS] = t->end_ns - begin;
-    t->total_ns += t->end_ns - begin;
-    note_alone(t->worker, WAITING, t->next, SEVERAL, SEVERAL, begin, t->end_ns);
+    Taken *taken = &t->taken;
+    taken->at_ns = now_ns();
+    t->waits_ns[taken->waits++ % MAX_WAITS] = taken->at_ns - begin;
+    taken->wait_ns += taken->at_ns - begin;
+    note_alone(t->worker, WAITING, t->next, SEVERAL, SEVERAL, begin, taken->at_ns);
 }
 
-/* Have Python note that the batch that was just taken was the last of its epoch. Returns 0 if it raised. */
+/* Note that the batch that was just taken was the last of its epoch; not if it was before, and put back.
+   Python notes at once long epochs, and those in which it may have counted something. Returns 0 if that
+   raised. */
 static int end_epoch(Turns *t)
 {
+    if (!t->is_in_epoch)
+        return 1;
+    int64_t number = t->num_ends, at = number % MAX_ENDS, changes = changes_in_python(t->queue);
+    size_t fields = 2 * (size_t)t->queue->num_fields;
+    int is_known = changes >= 0 && changes == t->changes;
+    EpochEnd *end = &t->ends[at];
+    *end = (EpochEnd){.begin = t->before, .end = t->taken, .epoch = t->begun, .count = t->epoch_batches};
+    h5async_sum_done(t->queue->workers, &end->done);
+    if (t->num_rows != NULL)
+        memcpy(t->num_rows + fields * (size_t)(1 + at), t->num_rows, fields * sizeof *t->num_rows);
+    if (is_known && t->taken.waits - t->before.waits <= FEW_WAITS) {
+        t->num_ends++, t->is_in_epoch = 0;
+        return 1;
+    }
     Object *on_epoch = t->on_epoch, *result;
     Py_IncRef(on_epoch); /* which a reader that is closed meanwhile lets go of */
     result = PyObject_CallFunctionObjArgs(on_epoch, NULL);
     Py_DecRef(on_epoch), Py_DecRef(result);
+    if (result != NULL)
+        t->changes = changes;
+    t->is_in_epoch = t->num_ends == number; /* which Python has counted, or not */
     return result != NULL;
 }
 
@@ -334,9 +376,8 @@ __attribute__((noinline, cold)) static void count_rows(Turns *t, int64_t sign)
 static void begin_epoch(Turns *t, int64_t epoch, int64_t begin)
 {
     int64_t fields = t->queue->num_fields;
-    t->epoch_begin_ns = begin, t->begun = epoch;
-    t->taken_before = t->taken, t->samples_before = t->samples_taken;
-    t->waits_before = t->num_waits - 1, t->total_before_ns = t->total_ns - (t->end_ns - t->begin_ns);
+    t->before = t->taken, t->begun = epoch, t->is_in_epoch = 1;
+    t->before.waits--, t->before.wait_ns -= t->taken.at_ns - begin, t->before.at_ns = begin;
     if (t->num_rows != NULL)
         memcpy(t->num_rows + fields, t->num_rows, (size_t)fields * sizeof *t->num_rows);
 }
@@ -348,9 +389,9 @@ static int count_taken(Turns *t, int64_t begin)
     InRun place = place_of(t, t->next_in_run);
     if (!is_given && !place.number && (place.epoch || !t->number))
         begin_epoch(t, t->epoch + place.epoch, begin);
-    t->samples_taken += count_of(t, t->next);
+    t->taken.samples += count_of(t, t->next);
     t->held = t->next++;
-    t->taken++, t->given_begin += is_given;
+    t->taken.batches++, t->given_begin += is_given;
     find_next(t);
     count_rows(t, 1);
     return is_given || !place.is_last || end_epoch(t);
@@ -411,9 +452,9 @@ static Object *put_back(Object *self, Object *const *arguments, intptr_t count)
     int is_taken = t->is_lent && t->held >= 0 && t->held == t->next - 1;
     if (is_taken) {
         count_rows(t, -1);
-        t->samples_taken -= count_of(t, t->held);
+        t->taken.samples -= count_of(t, t->held);
         t->given_begin -= given_of(t, t->held) != NULL;
-        t->next = t->held, t->held = -1, t->taken--;
+        t->next = t->held, t->held = -1, t->taken.batches--;
         find_next(t);
     }
     return PyBool_FromLong(is_taken);
