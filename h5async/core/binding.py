@@ -477,7 +477,13 @@ def can_decode(entry: Filter) -> bool:
 
 
 def _installed() -> list[Path]:
-    return sorted(Path(__file__).parent.glob("_core*.so"))
+    """Return the cores to try: in a source tree where none was built, those that pip installed."""
+    found = sorted(Path(__file__).parent.glob("_core*.so"))
+    if not found:
+        for package in importlib.metadata.distributions(name="h5async"):
+            files = package.files or ()
+            found += [Path(str(one.locate())) for one in files if one.match("core/_core*.so")]
+    return found
 
 
 def _function(library: Any, name: str, parameters: str) -> Any:
