@@ -209,8 +209,9 @@ def test_the_default_budget_is_a_share_of_the_memory():
 def test_rows_of_no_bytes():
     cache = open_host_cache(Selection(0, 1, 3), [0], [None], 0, 1 << 30)
     index = np.arange(2)
-    cache.columns[0].keep(cache.plans(index)[0], 0, 2, np.empty((2, 0), "f4"))
+    column, rows = cache.columns[0], np.empty((2, 0), "f4")
+    column.keep(cache.places(index)[0], 0, 2, rows)
     cache.add(index)
     assert cache.has(index)
     assert not cache.has(np.arange(3))
-    cache.columns[0].gather(cache.plans(index)[0], 0, 2, np.empty((2, 0), "f4"))
+    column.copy(column.plan(index), rows)
