@@ -128,9 +128,7 @@ class KeptColumn:
     takes.
     """
 
-    def __init__(
-        self, selection: Selection, row_nbytes: int, rows: SpanRows | Segments | None
-    ) -> None:
+    def __init__(self, selection: Selection, row_nbytes: int, rows: Rows | Segments) -> None:
         self._row_nbytes, self._size = row_nbytes, selection.size
         self._firsts: Int64s | None = None  # the first place of samples with each row
         count = selection.size

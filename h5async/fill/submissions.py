@@ -279,7 +279,8 @@ class Submissions(QueuedBatches):
             reader, cache = self._reader, self._cache
             generation = 0 if cache is None else cache.generation
             if not reader.damage and (cache is None or cache.has_all[0]):
-                numbers, skipped, is_kept = self._numbers(request), (), cache is not None
+                numbers, skipped = self._numbers(request), list[Skipped]()
+                is_kept = cache is not None
             else:
                 found, skipped = reader.damage.left_out(reader.samplings.samples(request))
                 numbers = 0, found.size, None, found, reader.draw(request.epoch)
