@@ -288,28 +288,50 @@ PUBLIC Store *h5async_new_store(int64_t budget_nbytes, int64_t least_chunk_nbyte
     return store;
 }
 
-/* Forget all chunks: their file has changed. */
-PUBLIC int64_t h5async_clear_store(Store *store)
+/* Give the pages of memory that is about to be freed back to the system: malloc keeps them, as much
+   as twice the largest block that the process ever freed for each of its arenas. */
+static void drop_pages(uint8_t *data, int64_t nbytes)
+{
+#if defined(__linux__) /* elsewhere MADV_DONTNEED is but a hint */
+    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
+    uintptr_t begin = ((uintptr_t)data + page - 1) & ~(page - 1);
+    uintptr_t end = ((uintptr_t)data + (uintptr_t)nbytes) & ~(page - 1);
+    if (begin < end)
+        madvise((void *)begin, end - begin, MADV_DONTNEED);
+#endif
+}
+
+static void forget_all(Store *store, int drops_pages)
 {
     pthread_mutex_lock(&store->lock);
     for (Kept *kept = store->oldest, *newer; kept != NULL; kept = newer) {
         newer = kept->newer;
         drop_kept(store, kept);
-        if (kept->users == 0)
+        if (kept->users == 0) {
+            if (drops_pages)
+                drop_pages(kept->data, kept->nbytes);
             free_kept(kept);
+        }
     }
     pthread_mutex_unlock(&store->lock);
+}
+
+/* Forget all chunks: their file has changed, or nobody reads it any more. */
+PUBLIC int64_t h5async_clear_store(Store *store)
+{
+    forget_all(store, 1);
     return 1;
 }
 
-/* Nobody uses any of it. It is freed once, however often this is called. */
+/* Nobody uses any of it. It is freed once, however often this is called. Its pages stay with malloc:
+   the order of the next epoch, say, takes them again. */
 PUBLIC int64_t h5async_free_store(Store **stored)
 {
     Store *store = *stored;
     *stored = NULL;
     if (store == NULL)
         return 1;
-    h5async_clear_store(store);
+    forget_all(store, 0);
     pthread_mutex_destroy(&store->lock);
     pthread_cond_destroy(&store->published);
     free(store->buckets);
