@@ -323,3 +323,30 @@ def test_a_process_that_was_stopped_does_not_run_out_of_time(folder, tmp_path, k
         os.kill(program.pid, signal.SIGCONT)
         assert program.stdout.read() == ("0\n" if what == "get_next_batch" else "[]\n")
         assert program.wait(200) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts pages as Linux does")
+def test_decoded_chunks_do_not_stay_in_free_memory(tmp_path):
+    """Malloc keeps as much free memory as twice the largest block that was freed before."""
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        rows = np.zeros((1024, 32, 1024), np.uint8)
+        file.create_dataset("gzip", data=rows, chunks=(2, 32, 1024), compression="gzip")
+    body = """
+def anonymous():
+    gc.collect()
+    with open("/proc/self/smaps_rollup") as lines:
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Anonymous:"))
+
+def kept():
+    with opened("gzip") as reader:
+        for _ in range(20):
+            reader.get_next_batch()
+        return anonymous()
+
+KINDS["gzip"] |= dict(shuffle="window", window_bytes=24 << 20, num_threads=4)
+kept()
+np.ones(30 << 20, np.uint8)
+before = anonymous()
+print(kept() - before > 16 << 20, anonymous() - before < 8 << 20)
+"""
+    assert run(tmp_path, body) == "True True\n"

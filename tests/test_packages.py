@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -56,6 +57,19 @@ def test_not_built(forget, monkeypatch):
     assert told.startswith("the compiled core is missing: ")
     assert COST in told
     assert told.endswith("install h5async where a C compiler is, or from a wheel for this platform")
+
+
+def test_a_source_tree_without_a_core_takes_the_installed_one(core, forget, monkeypatch, tmp_path):
+    tree, site = tmp_path / "tree" / "core", tmp_path / "site"
+    (site / "h5async-0.1.0.dist-info").mkdir(parents=True)
+    (site / "h5async-0.1.0.dist-info/METADATA").write_text("Name: h5async\nVersion: 0.1.0\n")
+    (site / "h5async-0.1.0.dist-info/RECORD").write_text("h5async/core/_core.abi3.so,,\n")
+    installed = site / "h5async/core/_core.abi3.so"
+    installed.parent.mkdir(parents=True)
+    shutil.copy(core.path, installed)
+    monkeypatch.setattr(binding, "__file__", str(tree / "binding.py"))
+    monkeypatch.syspath_prepend(site)
+    assert binding.load_core().path == installed
 
 
 def test_built_for_something_else(forget, monkeypatch, tmp_path):

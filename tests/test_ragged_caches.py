@@ -244,14 +244,14 @@ def test_runs_that_were_kept_come_back(has_core, data):
             index = np.array(index, np.int64)
             raw = values[spans.rows(index)]
             plain = (index * 3).astype("i2").reshape(-1, 1)
-            plans = cache.plans(index)
+            positions = selection.ascending.positions(index)
             out = np.zeros_like(raw), np.zeros_like(plain)
-            for column, (plan, array) in enumerate(zip(plans, (raw, plain), strict=True)):
+            several = zip(cache.columns, cache.places(index), (raw, plain), out, strict=True)
+            for column, places, array, found in several:
                 cut = data.draw(st.integers(0, index.size))
                 for a, b in ((0, cut), (cut, index.size)):
-                    cache.columns[column].keep(plan, a, b, array)
-                for a, b in ((cut, index.size), (0, cut)):
-                    cache.columns[column].gather(plan, a, b, out[column])
+                    column.keep(places, a, b, array)
+                column.copy(column.plan(positions), found)
             cache.add(index)
             assert cache.has(index)
             assert np.array_equal(out[0], raw)

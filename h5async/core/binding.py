@@ -115,7 +115,7 @@ def _other_paths(name: str) -> Iterator[str]:
 
 # --- its numbers and structures, which the comments in `src/` explain -----------------------------
 
-ABI = 41  # counts changes of the core's structures and functions
+ABI = 42  # counts changes of the core's structures and functions
 MAX_FILTERS, MAX_RANK = 32, 32  # HDF5's limits
 IO_MODES = {"auto": 0, "pread": 1, "map": 2}
 REFUSED = 2  # the status of an item that Python has read again, or reports as an error
@@ -253,7 +253,7 @@ _FUNCTIONS = {
 # Those that take less time than releasing the GIL keep it; "visit" gives it away itself.
 _BRIEF_FUNCTIONS = {
     "p": "visit is_dropping open_queue put_ticket forget_jobs end_queue events wake",
-    "ppppqqqqii": "submit",
+    "ppppqqqqiii": "submit",
     "pqq": "drop samples_at",
     "pqqq": "finish",
     "pq": "serial_at",
@@ -477,7 +477,13 @@ def can_decode(entry: Filter) -> bool:
 
 
 def _installed() -> list[Path]:
-    return sorted(Path(__file__).parent.glob("_core*.so"))
+    """Return the cores to try: in a source tree where none was built, those that pip installed."""
+    found = sorted(Path(__file__).parent.glob("_core*.so"))
+    if not found:
+        for package in importlib.metadata.distributions(name="h5async"):
+            files = package.files or ()
+            found += [Path(str(one.locate())) for one in files if one.match("core/_core*.so")]
+    return found
 
 
 def _function(library: Any, name: str, parameters: str) -> Any:

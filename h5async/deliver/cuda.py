@@ -195,20 +195,17 @@ class CudaSlot(DeviceSlot):
             with device.copy_stream as stream:
                 for event in (self._ready, *self._released):
                     event.hold(stream.ptr)
-                if device.decoders:
-                    self._begun[0].record(stream.ptr)
+                self._time(self._begun[0], stream)
                 try:
                     for i, plan in staged.items():
                         device.decoders[i].upload(plan, self.staging[i], stream)
                     fields = self._upload_fields(outcome, masks, staged, stream)
-                    if device.decoders:
-                        self._sent.record(stream.ptr)
+                    self._time(self._sent, stream)
                 finally:  # the next fill waits for all that was put on the stream
                     self._uploaded.record(stream.ptr)
             with device.work_stream as stream:
                 self._uploaded.hold(stream.ptr)
-                if device.decoders:
-                    self._begun[1].record(stream.ptr)
+                self._time(self._begun[1], stream)
                 try:
                     self._decode(staged, stream)
                     delivered = tuple(
@@ -219,9 +216,13 @@ class CudaSlot(DeviceSlot):
                     )
                 finally:  # the next upload waits for all that was put on the stream
                     self._ready.record(stream.ptr)
-                    if device.decoders:
-                        self._done.record(stream.ptr)
+                    self._time(self._done, stream)
         return delivered
+
+    def _time(self, event: Any, stream: Any) -> None:
+        """Record an event whose time is needed to choose who decodes, as long as it is."""
+        if self._device.decoders:
+            event.record(stream.ptr)
 
     def transfer_seconds(self) -> float:
         """Wait for the last upload; return the time of the slower of link and kernels."""

@@ -53,7 +53,7 @@ from h5async.read.executors import Executors
 from h5async.read.farsources import FetchCounts
 from h5async.samples.assembly import Assembly, SlotMemory
 from h5async.samples.fieldkind import field_of
-from h5async.system.timeline import CORE_STAGES, Event, Recorder, Timeline
+from h5async.system.timeline import CORE_STAGES, IN_MEMORY, Event, Recorder, Timeline
 
 
 class Filler:
@@ -142,10 +142,10 @@ class Filler:
             assembly = Assembly(opened.kinds, samplings.rows, self._reader.first_samples)
             self.submissions: Submissions | None = None
             queue = self._reader.open_queue() if slots.has_queue else None
-            if queue is not None and self._resident is None:
-                needs_python = postprocess is not None or not self._reader.transforms_all
-                needs_python |= assembly.needs_work or not slots.are_writable
-                self.submissions = Submissions(queue, self._reader, assembly, needs_python)
+            if queue is not None and self._resident is cache:
+                needs_python = postprocess is not None or assembly.needs_work
+                needs_python |= not slots.are_writable
+                self.submissions = Submissions(queue, self._reader, assembly, needs_python, cache)
             pool = self._pool = WorkPool(
                 num_threads, self._find_work, calls.on_crash, self.submissions
             )
@@ -293,7 +293,7 @@ class Recording:
         self.timeline = timeline
         self._fields = list(map(field_of, columns))
         self._source_path = reader.source_path
-        self._paths: dict[int, int | str] = {-1: -1}
+        self._paths: dict[int, int | str] = {-1: -1, IN_MEMORY: "memory"}
         self._trace = None
         if reader.core is not None and timeline.max_events:
             self._trace = CoreTrace(reader.core, timeline.max_events)

@@ -27,7 +27,7 @@ from h5async.fill.reading import BatchPlan, BatchReader, LeftRows
 from h5async.fill.resident import HostCache, Residency
 from h5async.order.sampling import FillRequest
 from h5async.order.selection import NO_SAMPLES
-from h5async.plan.records import GatherPlan, PlanSlice, cut
+from h5async.plan.records import PlanSlice, cut
 from h5async.read.collection import MOST_ROUNDS
 from h5async.read.farsources import Held
 from h5async.read.queue import SlotBatch
@@ -48,7 +48,8 @@ class _Fill:
     skipped: list[Skipped] = field(default_factory=list)
     plans: BatchPlan = ()
     busy_ns: int = 0
-    is_resident: bool = False
+    is_kept: bool = False  # its rows come of the cache of this machine,
+    is_resident: bool = False  # or the device has them
     generation: int = 0  # see `Residency`
     images: DecodedBatch | None = None
     shares_left: int = 0
@@ -106,16 +107,19 @@ class Phases:
         index: NDArray[np.int64],
         skipped: Sequence[Skipped],
         is_planned: bool,
+        is_kept: bool,
+        generation: int,
     ) -> None:
         """Continue a fill that the core has begun; what it has read is not read again.
 
-        `skipped` samples were left out of `index` before.
+        `skipped` samples were left out of `index` before. The cache had this generation then.
         """
         if not is_planned:
             self.begin(request)
             return
-        batch = _Fill(request, skipped=[*skipped])
-        batch.samples, batch.plans = index, self._reader.planned(request.slot)
+        batch = _Fill(request, skipped=[*skipped], is_kept=is_kept, generation=generation)
+        batch.samples = index
+        batch.plans = self._reader.planned(request.slot, are_kept=is_kept)
         self._go_on(batch, self._begin_left if self._reader.far is None else self._begin_fetch)
 
     def read(self, index: NDArray[np.int64], memory: SlotMemory) -> FillOutcome:
@@ -179,7 +183,8 @@ class Phases:
         if self._resident is None or not self._resident.has(batch.index):
             return self._reader.plan(batch.index, batch.request)
         if self._cache is not None:
-            return self._cache.plans(batch.index)
+            batch.is_kept = True
+            return self._reader.plan_kept(batch.index, batch.request.slot)
         batch.is_resident = True
         return []
 
@@ -232,15 +237,14 @@ class Phases:
     def _begin_keep(self, batch: _Fill) -> None:
         self._let_go(batch)
         cache, index = self._cache, batch.index
-        is_gathered = any(isinstance(p, GatherPlan) for p in batch.plans[:1])
-        if cache is None or is_gathered:
+        if cache is None or batch.is_kept:
             self._begin_transform(batch)
             return
         raws = self._slots.memory[batch.request.slot].raw
         works = [
-            partial(cache.columns[column].keep, plan, a, b, raws[column])
-            for column, plan in enumerate(cache.plans(index))
-            for a, b in self._row_shares(plan.num_items, plan.item_nbytes)
+            partial(cache.columns[column].keep, places, a, b, raws[column])
+            for column, places in enumerate(cache.places(index))
+            for a, b in self._row_shares(index.size, places.nbytes)
         ]
         self._begin(batch, works, self._note_kept)
 
@@ -360,7 +364,7 @@ class Phases:
             place = batch.request.slot
             self._attempt(batch, lambda: self._leave_out(batch, self._slots.memory[place]))
             if batch.error is None:
-                batch.images, batch.is_resident = None, False
+                batch.images, batch.is_kept, batch.is_resident = None, False, False
                 self._pool.add(batch.request.serial, [partial(self._fill, batch)])
                 return
         self._finish(batch)

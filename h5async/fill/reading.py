@@ -30,7 +30,6 @@ from h5async.plan.records import (
     NO_RANGES,
     BatchItems,
     ByteRanges,
-    GatherPlan,
     IncludedPlan,
     Int64s,
     PlanSlice,
@@ -39,13 +38,13 @@ from h5async.plan.records import (
     SamplesPlan,
     union,
 )
-from h5async.plan.transform import NativeTransform, RowTransform, transformer
+from h5async.plan.transform import NativeTransform, RowTransform, native_transform, transformer
 from h5async.read.collection import Collection
-from h5async.read.coretables import CopiedCounts, Scratch, ScratchSize
+from h5async.read.coretables import CopiedCounts, CoreTables, Scratch, ScratchSize
 from h5async.read.executors import Executors
 from h5async.read.farsources import FarSources, Held
 from h5async.read.h5pyrows import H5pyRows
-from h5async.read.queue import BatchQueue, Reading, SlotBatch, Turns
+from h5async.read.queue import BatchQueue, KeptSamples, Reading, SlotBatch, Turns
 from h5async.read.rereading import Place
 from h5async.samples.assembly import SlotMemory
 from h5async.spelling import named
@@ -76,7 +75,7 @@ class BatchReader:
     """Reads batches, in many threads. To be closed after the last read.
 
     `transforms` are in field order. Scratch memory is for `num_threads`. For `plan_columns` see
-    `OnDevice`; `cache` gathers rows that are in memory. `executors` are closed by their owner.
+    `OnDevice`; `cache` has rows that are in memory. `executors` are closed by their owner.
     `times` are those of stages; `file`, the first one, is for messages; `damage` is what callers
     skip.
 
@@ -113,6 +112,8 @@ class BatchReader:
         self._drawn: tuple[int | None, Uint64s | None] = None, None  # by epoch
         self._num_threads = num_threads
         self._collection = executors.open_collection(self._at_once(slots.memory[0]), self._steps)
+        # What reads the rows of the cache, by the core.
+        self._kept = None if cache is None else self._open_kept(cache, slots.memory[0])
         if self.far is not None:  # ranges that are read for a device are those of files
             self._plan_columns = None
         self._h5py_rows: list[H5pyRows] = executors.h5py_rows()
@@ -143,14 +144,35 @@ class BatchReader:
 
     def open_queue(self) -> BatchQueue | None:
         """Return a queue of batches that the core reads alone; None if it cannot."""
-        core, collection = self.core, self._collection
-        if core is None or collection is None or self._plan_columns or not self._reads_alone:
+        core, collection, kept = self.core, self._collection, None
+        if core is None or collection is None or self._plan_columns:
             return None
-        if self.far is not None and self.far.kept is None:
+        if self._kept is not None and self._cache is not None:
+            kept = KeptSamples(self._kept.tables, self._cache.ascending, self._cache.has_all)
+        elif not self.fills_alone:
             return None
         batches, draws = [one.batch for one in self._batches], self.samplings.draws
         orders = self.samplings.selection, None if draws is None else draws.table
-        return BatchQueue(core, collection.tables, batches, self._num_threads, *orders)
+        return BatchQueue(core, collection.tables, batches, self._num_threads, *orders, kept)
+
+    def _open_kept(self, cache: HostCache, memory: SlotMemory) -> Collection | None:
+        if self.core is None:
+            return None
+        several = [native_transform(self.core, transform) for transform in self.row_transforms]
+        pairs = zip(cache.columns, self._layouts, strict=True)
+        tables = CoreTables(
+            self.core,
+            [column.layout(layout) for column, layout in pairs],
+            io="auto",
+            most_files=1,
+            kept_nbytes=[0] * len(self._layouts),
+            transforms=[
+                None if raw is out else transform
+                for transform, raw, out in zip(several, memory.raw, memory.out, strict=True)
+            ],
+            steps=[column.rows for column in cache.columns],
+        )
+        return Collection(self.core, tables)
 
     @property
     def far(self) -> FarSources | None:
@@ -162,9 +184,22 @@ class BatchReader:
         return self._collection is not None and all(self._collection.tables.reads)
 
     @property
+    def fills_alone(self) -> bool:
+        """Whether the core reads all rows of files without Python, unless something goes wrong."""
+        return self._reads_alone and (self.far is None or self.far.kept is not None)
+
+    @property
     def transforms_all(self) -> bool:
         """Whether the core transforms all rows as it reads them, so that they can be delivered."""
-        done = self._collection.tables.transforms if self._collection else []
+        return self._transforms_all(self._collection)
+
+    @property
+    def transforms_all_kept(self) -> bool:
+        """The same of rows that are in memory."""
+        return self._transforms_all(self._kept)
+
+    def _transforms_all(self, collection: Collection | None) -> bool:
+        done = collection.tables.transforms if collection else []
         pairs = zip(done, self.row_transforms, strict=True)
         return all(is_done or transform.is_identity for is_done, transform in pairs)
 
@@ -177,9 +212,23 @@ class BatchReader:
         """Return scratch memory for its calls of the core; all there is, if it `is_alone`."""
         return self._free[-1] if is_alone else self._new_scratch()
 
-    def planned(self, slot: int) -> BatchPlan:
-        """Return the plan that the core has made of a batch in a queue, all fields of it."""
-        return [*[IncludedPlan()] * len(self._layouts), _batch_items(self._batches[slot].batch)]
+    def planned(self, slot: int, *, are_kept: bool) -> BatchPlan:
+        """Return the plan that the core has made of a batch, all fields of it."""
+        collection = self._kept if are_kept else self._collection
+        assert collection is not None
+        included = map(IncludedPlan, collection.tables.transforms)
+        return [*included, _batch_items(collection, self._batches[slot].batch)]
+
+    def plan_kept(self, index: Int64s, slot: int) -> BatchPlan:
+        """Plan how samples are read that are all in memory."""
+        cache, kept = self._cache, self._kept
+        assert cache is not None
+        positions = cache.ascending.positions(index)
+        if kept is None:
+            return [column.plan(positions) for column in cache.columns]
+        every = [True] * len(self._layouts)
+        kept.plan(self._batches[slot].batch, positions, every, self._num_threads)
+        return self.planned(slot, are_kept=True)
 
     def plan(self, index: Int64s, request: FillRequest) -> BatchPlan:
         """Plan how the samples `index` of a batch are read, to the slot of the request."""
@@ -213,7 +262,7 @@ class BatchReader:
             elif batches is None or not batches.collection.tables.can_read[field]:
                 plans.append(self._plan_rows(field, index, memory.raw[field], draw))
             else:
-                plans.append(IncludedPlan())
+                plans.append(IncludedPlan(batches.collection.tables.transforms[field]))
         return (
             plans if batches is None else [*plans, *self._plan_core(index, batches, others, draw)]
         )
@@ -231,7 +280,7 @@ class BatchReader:
                     more.append(self._plan_told(field, index, batches))
         if any(wanted):
             collection.plan(batches.batch, index, wanted, self._num_threads, draw=draw)
-            more.append(_batch_items(batches.batch))
+            more.append(_batch_items(collection, batches.batch))
         return more
 
     def _plan_told(self, field: int, index: Int64s, batches: _Batches) -> BatchItems:
@@ -242,7 +291,7 @@ class BatchReader:
         rows = steps.runs(index) if layout.heaps else steps.rows(index)
         count = layout.sample_count if layout.heaps else layout.num_samples
         batches.collection.plan(batch, rows, wanted, self._num_threads, count)
-        return _batch_items(batch)
+        return _batch_items(batches.collection, batch)
 
     def _plan_rows(
         self, field: int, index: Int64s, raw: NDArray[Any], draw: Uint64s | None
@@ -402,10 +451,10 @@ class BatchReader:
             ]
 
     def _by_core(self, plans: BatchPlan) -> Iterator[tuple[Collection, SlotBatch]]:
-        """Yield what the core has planned of a batch, and what reads it."""
+        """Yield what the core has planned of a batch to read of files, and what reads it."""
         for plan in plans:
-            if self._collection is not None and isinstance(plan, BatchItems):
-                yield self._collection, plan.batch
+            if isinstance(plan, BatchItems) and plan.collection is not self._kept:
+                yield plan.collection, plan.batch
 
     def hold(self, plans: BatchPlan, found: Held | BaseException | None) -> None:
         """Have a batch read what was fetched; None: forget it. An error is raised."""
@@ -453,14 +502,13 @@ class BatchReader:
     ) -> None:
         field, start, stop = part
         if isinstance(plan, BatchItems):
-            assert self._collection is not None
             self._work_on(NO_FIELD, scratch)
-            self._collection.read(plan.batch, start, stop, scratch)
-        elif isinstance(plan, GatherPlan):
+            plan.collection.read(plan.batch, start, stop, scratch)
+        elif isinstance(plan, SamplesPlan) and plan.are_kept:
             assert self._cache is not None
             self._work_on(field, scratch, "memory")
             with scratch.reading():
-                self._cache.columns[field].gather(plan, start, stop, memory.raw[field])
+                self._cache.columns[field].copy(plan, memory.raw[field])
         elif isinstance(plan, Ranges):
             assert self._collection is not None
             self._work_on(field, scratch)
@@ -487,11 +535,8 @@ class BatchReader:
 
     def transforms_at_once(self, field: int, plans: BatchPlan) -> bool:
         """Tell whether the core transformed the rows of a field as it read them."""
-        return (
-            self._collection is not None
-            and self._collection.tables.transforms[field]
-            and isinstance(plans[field], IncludedPlan)
-        )
+        plan = plans[field]
+        return isinstance(plan, IncludedPlan) and plan.is_transformed
 
     def _at_once(self, memory: SlotMemory) -> list[NativeTransform | None]:
         """Return, by field, the transform that the core does as it reads rows."""
@@ -568,7 +613,9 @@ class BatchReader:
         for _, batch, told in self._batches:
             for one in (batch, *told.values()):  # an error may keep them, by frames of its callers
                 one.arrays = one.held = None
-        self._collection, self._batches, self._ahead = None, [], None
+        if self._kept is not None:
+            self._kept.close()
+        self._collection, self._kept, self._batches, self._ahead = None, None, [], None
 
     def _new_scratch(self) -> Scratch:
         scratch = Scratch.allocate(*self._size)
@@ -578,6 +625,6 @@ class BatchReader:
         return scratch
 
 
-def _batch_items(batch: SlotBatch) -> BatchItems:
+def _batch_items(collection: Collection, batch: SlotBatch) -> BatchItems:
     count = batch.plan.num_items
-    return BatchItems(batch, count, batch.plan.nbytes // max(1, count))
+    return BatchItems(collection, batch, count, batch.plan.nbytes // max(1, count))

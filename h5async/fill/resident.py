@@ -2,12 +2,13 @@
 
 Rows that were read enter; they leave again when their samples come next. If a dataset fits a budget
 (`cache="host"` or `"device"`), the rows of each batch are kept, as read, on first use; of ragged
-and sparse fields, the values of samples. If every sample of a batch was kept, it is gathered, not
-read. Also computes how much memory beside the slots saves work.
+and sparse fields, the values of samples. If every sample of a batch was kept, it is read as files
+are, of datasets in memory. Also computes how much memory beside the slots saves work.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,17 +18,17 @@ from numpy.typing import NDArray
 from h5async.config import ReaderConfig
 from h5async.core.binding import KEPT_OVERHEAD_NBYTES, address, load_core
 from h5async.errors import DamagedError, Skipped
-from h5async.index.datasettable import kinds_of, pieces_read, unit_nbytes
+from h5async.index.datasettable import kinds_of, pieces_read, table_of, unit_nbytes
 from h5async.index.extents import kept_whole_nbytes
 from h5async.index.layout import DatasetLayout
 from h5async.index.tables import Segments
 from h5async.io.stores import far_names
-from h5async.order.rows import SpanRows, StepRows
+from h5async.order.rows import SpanRows, StepRows, StepSpans
 from h5async.order.selection import NO_SAMPLES, Selection
 from h5async.order.window import kept_nbytes
-from h5async.plan.records import GatherPlan, Int64s
+from h5async.plan.records import Int64s, SamplesPlan
 from h5async.read.rereading import Place
-from h5async.samples.fieldkind import Rows
+from h5async.samples.fieldkind import Rows, layout_of_values
 from h5async.system.resources import free_memory
 
 _MOST_KNOWN = 10_000  # others are found anew by each batch that has them
@@ -45,29 +46,42 @@ class Residency:
     """The samples that are in memory, until all are forgotten. Safe to use from many threads.
 
     All samples of the selection take `nbytes`, on the ``"host"`` or the ``"device"``; `generation`
-    is the number of times that all were forgotten.
+    is the number of times that all were forgotten. `ascending` are the samples in their order
+    there; `has_all`, int64 (1,), is not 0 while all of them are there.
     """
 
     def __init__(self, selection: Selection, nbytes: int, where: str) -> None:
         self.generation = 0
-        self._selection = selection.ascending
+        self.ascending = selection.ascending
+        self.has_all = np.zeros(1, np.int64)
         self._is_kept = np.zeros(selection.size, np.bool_)
+        self._first_missing = 0  # all before it are kept
+        self._lock = threading.RLock()
         self._nbytes = nbytes
         self._where = where
 
     def has(self, index: Int64s) -> bool:
         """Tell whether all of some samples are there."""
-        return bool(self._is_kept[self._selection.positions(index)].all())
+        return bool(self.has_all[0] or self._is_kept[self.ascending.positions(index)].all())
 
     def add(self, index: Int64s, generation: int | None = None) -> None:
         """Note samples whose rows are there now, unless the generation has passed since."""
-        if generation is None or generation == self.generation:
-            self._is_kept[self._selection.positions(index)] = True
+        positions = self.ascending.positions(index)
+        with self._lock:
+            if generation is None or generation == self.generation:
+                self._is_kept[positions] = True
+                rest = self._is_kept[self._first_missing :]
+                missing = int(rest.argmin()) if rest.size else 0
+                are_all = not rest.size or bool(rest[missing])
+                self._first_missing += rest.size if are_all else missing
+                self.has_all[0] = are_all
 
     def forget(self) -> None:
         """Forget all samples: their file has changed."""
-        self.generation += 1
-        self._is_kept = np.zeros_like(self._is_kept)  # what is noted meanwhile is lost
+        with self._lock:
+            self.generation += 1
+            self.has_all[0] = self._first_missing = 0
+            self._is_kept = np.zeros_like(self._is_kept)
 
     def __str__(self) -> str:
         share = 100 * np.count_nonzero(self._is_kept) / max(1, self._is_kept.size)
@@ -94,68 +108,93 @@ class Budget(NamedTuple):
         )
 
 
+class Places(NamedTuple):
+    """Where the samples of a batch are kept: int64 (n,), their rows there.
+
+    If they differ in length, `begin` are first bytes instead, and `offsets`, int64 (n + 1,), are
+    the bytes of the batch to which they belong. `nbytes` are those of a sample, about.
+    """
+
+    begin: Int64s
+    nbytes: int
+    offsets: Int64s | None = None
+
+
 class KeptColumn:
     """The concatenated rows of all samples of a column, in ascending order of samples.
 
-    `spans` are the rows of each sample in the dataset; unless they differ in number, it is one row
-    here. Or they are segments whose samples have a row in common, which is kept once. `nbytes` is
-    the memory that `allocate` takes.
+    `rows` are those of each sample here; None if it is one. Or they are segments of the column
+    whose samples have a row in common, which is kept once. `nbytes` is the memory that `allocate`
+    takes.
     """
 
-    def __init__(self, selection: Selection, row_nbytes: int, spans: Rows | Segments) -> None:
-        self._row_nbytes = row_nbytes
-        self._starts: Int64s | None = None  # of samples, counted from any number
-        self._firsts: Int64s | None = None  # the first sample with each row
-        rows, ascending = selection.size, selection.ascending
-        if isinstance(spans, Segments):
-            self._firsts = np.unique(np.concatenate((spans.first, spans.end, [0])))
-            rows = self._firsts.size
-        spans = self._spans = spans if isinstance(spans, SpanRows) else None
-        if spans is not None:
-            if ascending.is_prefix and ascending.size == spans.size:
-                self._starts = spans.starts
-            else:
-                self._starts = spans.offsets(ascending.samples(np.arange(selection.size)))
-            rows = int(self._starts[-1] - self._starts[0])
-        self.nbytes, self._count = rows * row_nbytes, rows
+    def __init__(self, selection: Selection, row_nbytes: int, rows: Rows | Segments) -> None:
+        self._row_nbytes, self._size = row_nbytes, selection.size
+        self._firsts: Int64s | None = None  # the first place of samples with each row
+        count = selection.size
+        if isinstance(rows, Segments):
+            firsts = np.unique(np.concatenate((rows.first, rows.end, [0])))
+            begins = np.unique(selection.ascending.first_from(firsts))
+            self._firsts = begins[begins < selection.size]
+            count = self._firsts.size
+        self.rows = rows if isinstance(rows, SpanRows) else None
+        if self.rows is not None:
+            count = int(self.rows.starts[-1])
+        self.nbytes, self._count = count * row_nbytes, count
 
     def allocate(self) -> None:
         """Reserve the memory."""
         self._bytes = np.empty(self.nbytes, np.uint8)
         self._rows = self._bytes.reshape(self._count, self._row_nbytes)
 
-    def plan(self, index: Int64s, positions: Int64s) -> GatherPlan:
-        """Return where samples, at these positions, are here and in a batch."""
+    def places(self, positions: Int64s) -> Places:
+        """Return where samples at these positions are here."""
         if self._firsts is not None:
-            numbers = np.searchsorted(self._firsts, index, side="right") - 1
-            return GatherPlan(numbers, self._row_nbytes)
-        if self._starts is None or self._spans is None:
-            return GatherPlan(positions, self._row_nbytes)
-        begin = (self._starts[positions] - self._starts[0]) * self._row_nbytes
-        offsets = self._spans.offsets(index) * self._row_nbytes
-        return GatherPlan(begin, int(offsets[-1]) // max(1, index.size) + 1, offsets)
+            positions = np.searchsorted(self._firsts, positions, side="right") - 1
+        if self.rows is None:
+            return Places(positions, self._row_nbytes)
+        offsets = self.rows.offsets(positions) * self._row_nbytes
+        begin = self.rows.starts[positions] * self._row_nbytes
+        return Places(begin, int(offsets[-1]) // max(1, positions.size) + 1, offsets)
 
-    def keep(self, plan: GatherPlan, start: int, stop: int, raw: NDArray[Any]) -> None:
-        """Keep items `start` to `stop` of a plan; call `add` once all of a batch are kept."""
-        here = plan.begin[start:stop]
-        if plan.offsets is None:
-            self._rows[here] = self._rows_of(raw[start:stop])
+    def keep(self, places: Places, start: int, stop: int, raw: NDArray[Any]) -> None:
+        """Keep samples `start` to `stop` of a batch; call `add` once all of it are kept."""
+        here = places.begin[start:stop]
+        if places.offsets is None:
+            self._rows[here] = _flat(raw[start:stop]).reshape(here.size, self._row_nbytes)
         else:
-            there = plan.offsets[start : stop + 1]
+            there = places.offsets[start : stop + 1]
             _copy_runs(self._bytes, _flat(raw), here, there[:-1], np.diff(there))
 
-    def gather(self, plan: GatherPlan, start: int, stop: int, raw: NDArray[Any]) -> None:
-        """Copy items `start` to `stop` of a plan, all of them kept, to the memory of a batch."""
-        here = plan.begin[start:stop]
-        if plan.offsets is None:
-            out = self._rows_of(raw[start:stop])
-            np.take(self._rows, here, axis=0, out=out, mode="clip")
-        else:
-            there = plan.offsets[start : stop + 1]
-            _copy_runs(_flat(raw), self._bytes, there[:-1], here, np.diff(there))
+    def layout(self, like: DatasetLayout) -> DatasetLayout:
+        """Return what is kept as a dataset: each sample a row, or as `rows` says."""
+        # Values with a limit are compared with it again: what is above it was kept, too.
+        values = self._rows if like.limit is None else self._rows.view(like.raw_dtype)
+        found = layout_of_values(like.file, like.stamp, like.path, values).changed(limit=like.limit)
+        if self.rows is not None:
+            return found.changed(spans=self.rows.starts)
+        if self._firsts is None:
+            return found
+        segments, datasets = table_of(found)
+        length = np.diff(self._firsts, append=self._size)
+        row, zeros = np.arange(length.size), np.zeros(length.size, np.int32)
+        columns = self._firsts, length, row, np.zeros_like(row), zeros, zeros
+        return found.without_place(
+            "files",
+            shape=(self._size, *values.shape[1:]),
+            segments=Segments.of(columns, segments.pieces),
+            datasets=datasets,
+        )
 
-    def _rows_of(self, raw: NDArray[Any]) -> NDArray[np.uint8]:
-        return _flat(raw).reshape(len(raw), self._row_nbytes)
+    def plan(self, positions: Int64s) -> SamplesPlan:
+        """Plan how samples at these positions are copied by `copy`, without the core."""
+        rows = self.places(positions).begin if self.rows is None else self.rows.rows(positions)
+        return SamplesPlan(rows, np.arange(rows.size), rows.size * self._row_nbytes, are_kept=True)
+
+    def copy(self, plan: SamplesPlan, raw: NDArray[Any]) -> None:
+        """Copy what was planned to the memory of a batch."""
+        out = _flat(raw[: plan.sample.size]).reshape(plan.sample.size, self._row_nbytes)
+        np.take(self._rows, plan.sample, axis=0, out=out, mode="clip")
 
 
 class HostCache(Residency):
@@ -170,10 +209,10 @@ class HostCache(Residency):
         for column in columns:
             column.allocate()
 
-    def plans(self, index: Int64s) -> list[GatherPlan]:
-        """Return how each column of a batch goes to memory, or comes out of it."""
-        positions = self._selection.positions(index)
-        return [column.plan(index, positions) for column in self.columns]
+    def places(self, index: Int64s) -> list[Places]:
+        """Return where each column of a batch is kept."""
+        positions = self.ascending.positions(index)
+        return [column.places(positions) for column in self.columns]
 
 
 def open_host_cache(
@@ -187,16 +226,21 @@ def open_host_cache(
 
     All of it counts, though pages that were never touched cost nothing yet: an epoch touches them.
 
-    `row_nbytes` has, by column, the bytes of a row, as read, and `rows` what `KeptColumn` takes.
-    `cache_bytes` is the limit, by default half of `free_nbytes`: what is free beside all that the
-    reader needs.
+    `row_nbytes` has, by column, the bytes of a row, as read, and `rows` those of each sample, or
+    the segments of columns whose neighbouring samples have a row in common. `cache_bytes` is the
+    limit, by default half of `free_nbytes`: what is free beside all that the reader needs.
     """
     if cache_bytes is None:
         cache_bytes = int(free_nbytes * _HOST_SHARE)
     nbytes = 0
     try:
-        pairs = zip(row_nbytes, rows, strict=True)
-        columns = [KeptColumn(selection, size, one) for size, one in pairs]
+        spans = {
+            one: kept_rows(selection.ascending, one) for one in rows if isinstance(one, SpanRows)
+        }
+        columns = [
+            KeptColumn(selection, size, spans.get(one) if isinstance(one, SpanRows) else one)
+            for size, one in zip(row_nbytes, rows, strict=True)
+        ]
         nbytes = sum(column.nbytes for column in columns)
         budget = Budget("host", nbytes, cache_bytes)
         if not budget.suffices:
@@ -206,6 +250,14 @@ def open_host_cache(
         return HostCache(selection, columns)
     except MemoryError:
         return Budget("host", nbytes, cache_bytes, ": the system does not give as much")
+
+
+def kept_rows(ascending: Selection, spans: SpanRows) -> SpanRows:
+    """Return which rows each sample is of those of all samples, concatenated."""
+    is_all = ascending.is_prefix and ascending.size == spans.size
+    if is_all and not isinstance(spans, StepSpans) and not spans.starts[:1].any():
+        return SpanRows(spans.starts)
+    return SpanRows(spans.offsets(ascending.samples(np.arange(ascending.size))))
 
 
 def _copy_runs(

@@ -21,15 +21,28 @@ from h5async.errors import DatasetError, Skipped
 from h5async.fill.outcomes import FillOutcome
 from h5async.fill.pool import Work, do_nothing
 from h5async.fill.reading import BatchReader
+from h5async.fill.resident import HostCache
 from h5async.opening.dataset import Samplings
 from h5async.order.sampling import NO_EPOCH, FillRequest, Sampling
 from h5async.order.selection import NO_SAMPLES
-from h5async.read.queue import END, NOTHING, READY, TICKET, BatchQueue, Numbers, RunEpochs, Turns
+from h5async.read.queue import (
+    BY_PYTHON,
+    END,
+    FROM_FILES,
+    FROM_MEMORY,
+    NOTHING,
+    READY,
+    TICKET,
+    BatchQueue,
+    Numbers,
+    RunEpochs,
+    Turns,
+)
 from h5async.samples.assembly import Assembly, SlotMemory
 from h5async.system.interruptions import interruption
 
-# Called with a request, its sample numbers, those left out, and whether it was planned.
-Resume = Callable[[FillRequest, NDArray[np.int64], Sequence[Skipped], bool], None]
+# `Phases.resume`
+Resume = Callable[[FillRequest, NDArray[np.int64], Sequence[Skipped], bool, bool, int], None]
 
 
 _Uint64s = NDArray[np.uint64]
@@ -45,12 +58,15 @@ _NO_NUMBERS: _Numbers = 0, 0, None, None, None
 class _Submission(NamedTuple):
     """The last submission for a slot; `error` says why it could not be submitted.
 
-    The samples `skipped`, known to be damaged, were left out.
+    The samples `skipped`, known to be damaged, were left out. For `source` see `BatchQueue.submit`;
+    `generation` is the cache's.
     """
 
     request: FillRequest
     numbers: _Numbers
     needs_python: bool = False
+    source: int = FROM_FILES
+    generation: int = 0
     skipped: Sequence[Skipped] = ()
     error: BaseException | None = None
 
@@ -135,7 +151,8 @@ class QueuedBatches:
             if latest is None or latest.request.serial != serial:
                 latest = self._latest[slot] = self._new(request)
             if latest.error is None:
-                self._queue.submit(slot, serial, *latest.numbers, latest.needs_python, is_own)
+                numbers, needs_python, source = latest[1:4]
+                self._queue.submit(slot, serial, *numbers, needs_python, is_own, source)
 
     def has(self, slot: int, serial: int) -> bool:
         """Tell whether a batch is the last one that was submitted for a slot."""
@@ -172,7 +189,8 @@ class Submissions(QueuedBatches):
     """Batches that the core fills.
 
     `reader` lends scratch memory to threads; `assembly` makes the delivered arrays of a slot's
-    memory; `needs_python` says whether every batch has work left to Python.
+    memory; `needs_python` says whether every batch has work left to Python, beside transforms.
+    Batches whose samples a `cache` has are read of that; others are kept, by Python.
     """
 
     def __init__(
@@ -181,6 +199,7 @@ class Submissions(QueuedBatches):
         reader: BatchReader,
         assembly: Assembly,
         needs_python: bool,
+        cache: HostCache | None,
     ) -> None:
         super().__init__(queue, reader.samplings)
         self.plan_seconds = queue.plan_seconds
@@ -188,7 +207,10 @@ class Submissions(QueuedBatches):
         self._reader = reader
         self._slots = reader.slots
         self._assembly, self.is_plain = assembly, assembly.is_plain
-        self._needs_python = needs_python
+        self._needs_python = needs_python or cache is not None or not reader.transforms_all
+        self._cache, self._needs_python_if_kept = cache, needs_python
+        if cache is not None:
+            self._needs_python_if_kept |= not reader.transforms_all_kept
         self.resume: Resume = do_nothing  # continues a batch of which something is left
         self.is_fetched: Callable[[int], bool] = _never  # ahead, so that Python has to take it
 
@@ -197,7 +219,8 @@ class Submissions(QueuedBatches):
     def open_turns(self, batch: type, num_samples: int, num_threads: int) -> Turns | None:
         """Return the turns of the consumer in the core; None if batches need Python."""
         core = self._reader.core
-        if self._needs_python or not self._assembly.is_view or self.is_fetched is not _never:
+        leaves_work = self._needs_python if self._cache is None else self._needs_python_if_kept
+        if leaves_work or not self._assembly.is_view or self.is_fetched is not _never:
             return None
         assert core is not None
         is_alone = not num_threads
@@ -233,7 +256,7 @@ class Submissions(QueuedBatches):
 
         Of fewer batches, if their numbers are to be listed; None if they cannot be told ahead.
         """
-        if self._reader.damage:
+        if self._reader.damage or (self._cache is not None and not self._cache.has_all[0]):
             return None
         left, stride = sampling.batches_from(epoch, start), sampling.step_samples
         begin, _ = sampling.dealt_at(epoch, start)
@@ -254,13 +277,21 @@ class Submissions(QueuedBatches):
 
     def _new(self, request: FillRequest) -> _Submission:
         try:
-            reader = self._reader
-            needs_python = self._needs_python or self.is_fetched(request.serial)
-            if not reader.damage:
-                return _Submission(request, self._numbers(request), needs_python)
-            kept, skipped = reader.damage.left_out(reader.samplings.samples(request))
-            numbers = 0, kept.size, None, kept, reader.draw(request.epoch)
-            return _Submission(request, numbers, needs_python, skipped)
+            reader, cache = self._reader, self._cache
+            generation = 0 if cache is None else cache.generation
+            if not reader.damage and (cache is None or cache.has_all[0]):
+                numbers, skipped = self._numbers(request), list[Skipped]()
+                is_kept = cache is not None
+            else:
+                found, skipped = reader.damage.left_out(reader.samplings.samples(request))
+                numbers = 0, found.size, None, found, reader.draw(request.epoch)
+                is_kept = cache is not None and cache.has(found)
+            if is_kept:
+                needs_python, source = self._needs_python_if_kept, FROM_MEMORY
+            else:
+                needs_python = self._needs_python or self.is_fetched(request.serial)
+                source = FROM_FILES if reader.fills_alone else BY_PYTHON
+            return _Submission(request, numbers, needs_python, source, generation, skipped)
         except Exception as error:
             if interruption(error) is not None:
                 raise
@@ -331,8 +362,8 @@ class Submissions(QueuedBatches):
             self._latest[found] = latest._replace(error=failed)
             self._queue.wake()
             return do_nothing
-        was_planned = self._queue.is_planned(found)
-        return partial(self.resume, latest.request, samples, latest.skipped, was_planned)
+        how = self._queue.is_planned(found), self._queue.is_kept(found), latest.generation
+        return partial(self.resume, latest.request, samples, latest.skipped, *how)
 
     def forget(self) -> None:
         """Forget all batches; no thread is at work on any."""

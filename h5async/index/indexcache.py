@@ -22,6 +22,7 @@ from time import perf_counter
 import h5py
 
 from h5async.config.files import INDEX_SUFFIX, FileName, is_index, user_cache
+from h5async.core.binding import load_core
 from h5async.errors import ReadError
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Consulted, Reach
@@ -84,7 +85,9 @@ def clear_cache(folder: Path) -> tuple[int, int]:
 def _key(files: Sequence[str], wanted: Sequence[Wanted], reach: Reach) -> str:
     roots = [absolute_name(root) for root in reach.roots]
     versions = h5py.__version__, h5py.version.hdf5_version
-    parts = [files, wanted, roots, reach.missing_is_fill, versions]
+    core = load_core()  # what it cannot decode is stored as read through h5py
+    undecoded = None if core is None else sorted(core.missing)
+    parts = [files, wanted, roots, reach.missing_is_fill, versions, undecoded]
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 

@@ -148,11 +148,13 @@ class Selection:
         """
         if self.is_prefix and self.size == bounds[-1]:
             return bounds
+        return np.unique(self.first_from(bounds)) if self.size else np.zeros(1, np.int64)
+
+    def first_from(self, samples: Int64s) -> Int64s:
+        """Return the positions of the first samples of this ascending selection from some on."""
         if self.numbers is not None:
-            found = np.searchsorted(self.numbers, bounds)
-        else:
-            found = np.clip(-((self.start - bounds) // self.step), 0, self.size)
-        return np.unique(found) if self.size else np.zeros(1, np.int64)
+            return np.searchsorted(self.numbers, samples)
+        return np.clip(-((self.start - samples) // self.step), 0, self.size)
 
     def digest(self) -> str:
         """Return a short text that only equal selections share."""

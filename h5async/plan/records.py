@@ -1,8 +1,8 @@
 """Defines the plans of a batch, and cuts their work into shares. Pure.
 
 The core holds its own plans, for which `BatchItems` stands. A `SamplesPlan` says which rows of a
-field h5py reads. A `GatherPlan` needs no file; `Ranges` are not decoded. The `ByteRanges` that a
-batch needs of far sources are joined into requests.
+field h5py reads; `Ranges` are not decoded. The `ByteRanges` that a batch needs of far sources are
+joined into requests.
 
 Every plan has a number of items that do not depend on each other, so any thread can execute slices
 of it. `num_items` and `item_nbytes` are their number, and the mean cost of one.
@@ -20,16 +20,24 @@ Int64s = NDArray[np.int64]
 
 
 class BatchItems(NamedTuple):
-    """A plan that the core holds, of one field or several; `batch` is a `read.queue.SlotBatch`."""
+    """A plan that the core holds, of one field or several.
 
+    `batch` is a `read.queue.SlotBatch`, which `collection`, a `read.collection.Collection`, reads.
+    """
+
+    collection: Any
     batch: Any
     num_items: int
     item_nbytes: int
 
 
 class IncludedPlan(NamedTuple):
-    """A field that is read with others: there is a `BatchItems` for all of them."""
+    """A field that is read with others: there is a `BatchItems` for all of them.
 
+    `is_transformed`: as it is read.
+    """
+
+    is_transformed: bool = False
     num_items: int = 0
     item_nbytes: int = 0
 
@@ -39,34 +47,19 @@ class SamplesPlan(NamedTuple):
 
     `sample`, int64 (n,), are rows of the dataset, or elements of variable length. `rows`, int64
     (n,), are their rows in the memory of the field; for variable length, the first value of each.
-    If only parts of rows are delivered, `places`, int64 (n, rank), says where (`plan/crops.py`).
+    If only parts of rows are delivered, `places`, int64 (n, rank), says where (`plan/crops.py`). If
+    they `are_kept`, these are rows in memory.
     """
 
     sample: Int64s
     rows: Int64s
     item_nbytes: int
     places: Int64s | None = None
+    are_kept: bool = False
 
     @property
     def num_items(self) -> int:  # noqa: D102
         return int(self.sample.size > 0)
-
-
-class GatherPlan(NamedTuple):
-    """Samples whose rows a cache holds.
-
-    `begin`, int64 (n,), are their rows in the cache, and they go to the first n rows of the batch.
-    If their lengths differ, they are first bytes in the cache, and `offsets`, int64 (n + 1,), are
-    the bytes of the batch to which they go.
-    """
-
-    begin: Int64s
-    item_nbytes: int
-    offsets: Int64s | None = None
-
-    @property
-    def num_items(self) -> int:  # noqa: D102
-        return self.begin.size
 
 
 class Ranges(NamedTuple):
@@ -91,7 +84,7 @@ class Ranges(NamedTuple):
         return int(self.nbytes.sum()) // max(1, self.nbytes.size)
 
 
-ReadPlan = BatchItems | IncludedPlan | SamplesPlan | GatherPlan | Ranges
+ReadPlan = BatchItems | IncludedPlan | SamplesPlan | Ranges
 
 
 class PlanSlice(NamedTuple):

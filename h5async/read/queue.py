@@ -30,6 +30,8 @@ Uint64s = NDArray[np.uint64]
 
 # Results of `BatchQueue.next` and `BatchQueue.do_oldest` that are not a slot.
 END, TICKET, NOTHING, READY = -1, -2, -3, -4
+# Of what a batch is read; see `From` in core/src/queue.c.
+FROM_FILES, FROM_MEMORY, BY_PYTHON = 0, 1, 3
 _ALONE = 1  # result of `submit`: no batch that was dropped is under way
 MAX_WAITS, MAX_GIVEN = 4096, 16  # as in core/src/turns.c
 
@@ -66,14 +68,40 @@ class Reading(NamedTuple):
     scratch: Scratch
 
 
+class KeptSamples(NamedTuple):
+    """The samples whose rows are kept in memory, of which `tables` are.
+
+    Sample i there is that at position i of `ascending`. `has_all`, int64 (1,), is not 0 while all
+    of them are there.
+    """
+
+    tables: CoreTables
+    ascending: Selection
+    has_all: Int64s
+
+    def struct(self, core: Core) -> Any:
+        """Return it as the core takes it, which this has to outlive."""
+        ascending = self.ascending
+        return core.KeptSamples(
+            fields=self.tables.fields,
+            sources=self.tables.sources,
+            numbers=None if ascending.numbers is None else address(ascending.numbers),
+            start=ascending.start,
+            step=ascending.step,
+            count=ascending.size,
+            has_all=address(self.has_all),
+        )
+
+
 class BatchQueue:
     """Batches to be read, at most one per slot. Safe to use from many threads.
 
     Its memory lasts as long as this object, and so as long as any call. `tables` are closed by
     their owner after the last call of `next`, which `num_threads` threads will call. `batches` are
     by slot; `selection` maps positions to sample numbers, and `drawn` is the alias table from which
-    positions are drawn, if they are. Without tables, `next` returns with each batch at once, and
-    `finish` says that another process has filled it.
+    positions are drawn, if they are. `kept` are samples whose rows are in memory, if any are.
+    Without tables, `next` returns with each batch at once, and `finish` says that another process
+    has filled it.
     """
 
     def __init__(
@@ -84,9 +112,11 @@ class BatchQueue:
         num_threads: int,
         selection: Selection,
         drawn: NDArray[Any] | None = None,
+        kept: KeptSamples | None = None,
     ) -> None:
         self._core = core
-        self._keep: tuple[Any, ...] = tables, batches, selection.numbers, drawn
+        of_kept = None if kept is None else kept.struct(core)
+        self._keep: tuple[Any, ...] = tables, batches, selection.numbers, drawn, kept, of_kept
         self._jobs = (core.Job * len(batches))()
         self._struct = core.Queue(
             fields=None if tables is None else tables.fields,
@@ -103,6 +133,7 @@ class BatchQueue:
             is_remote=tables is None,
             table=None if drawn is None else address(drawn),
             num_columns=0 if drawn is None else drawn.size,
+            kept=None if of_kept is None else ctypes.pointer(of_kept),
         )
         self.struct = self._queue = ctypes.pointer(self._struct)
         self.num_slots = len(batches)
@@ -123,7 +154,8 @@ class BatchQueue:
         for job, batch in zip(self._jobs, batches, strict=True):
             for target in batch.targets:
                 target.is_wanted = True
-            samples = np.empty(2 * batch.rows, np.int64)  # the batch's, and those of the next one
+            # The batch's, those of the next one, and where the batch's are kept.
+            samples = np.empty(3 * batch.rows, np.int64)
             job.plan, job.targets = ctypes.pointer(batch.plan), batch.targets
             job.samples, job.rows = address(samples), batch.rows
             self._samples.append(samples)
@@ -145,6 +177,7 @@ class BatchQueue:
         draw: Uint64s | None,
         needs_python: bool,
         is_own: bool = False,
+        source: int = FROM_FILES,
     ) -> None:
         """Have a batch read. Never blocks; submitting it again has no effect.
 
@@ -153,7 +186,8 @@ class BatchQueue:
         `Sampling.run_at`, maps the positions first, if given. Or they are `samples`, int64
         (count,), C-contiguous. For `draw` see `Collection.plan`. If it `needs_python`, a thread
         returns from `next` with it when its rows are read. `is_own`: the consumer will call
-        `Turns.fill_own`, so that no thread is woken for it if it is cheap.
+        `Turns.fill_own`, so that no thread is woken for it if it is cheap. It is read `source`:
+        `FROM_FILES`; `FROM_MEMORY`, where all of it is kept; or `BY_PYTHON`, to which it is left.
         """
         if mapping is not self._mapping:
             self._mapping_at = None if mapping is None else address(mapping)
@@ -173,6 +207,7 @@ class BatchQueue:
             serial,
             needs_python,
             is_own,
+            source,
         )
         assert taken, f"slot {slot} is in use"
         mappings = self._mappings[slot]
@@ -256,6 +291,10 @@ class BatchQueue:
     def is_planned(self, slot: int) -> bool:
         """Tell whether the batch that `next` returned was planned."""
         return bool(self._jobs[slot].is_planned)
+
+    def is_kept(self, slot: int) -> bool:
+        """Tell whether it was planned to be read of memory."""
+        return bool(self._jobs[slot].is_kept)
 
     # --- the pool's calls -------------------------------------------------------------------------
 

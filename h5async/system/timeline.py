@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 STAGES = ("plan", "fetch", "read", "decode", "place", "transform", "postprocess", "upload")
 # Names of the core's stages, by its numbers.
+IN_MEMORY = -3  # in place of a source, in events of the core
 CORE_STAGES = ("plan", "read", "decode", "place", "transform", "request", "wait")
 
 NO_BATCH, NO_FIELD = -1, -1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import h5py
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from cases import each
 
 from h5async import AsyncReader, ConfigError, DeviceError, Field
 from h5async.core.binding import load_core
+from h5async.fill.phases import Phases
 from h5async.fill.resident import Budget, HostCache, open_host_cache
 from h5async.order.selection import Selection
 
@@ -209,8 +212,50 @@ def test_the_default_budget_is_a_share_of_the_memory():
 def test_rows_of_no_bytes():
     cache = open_host_cache(Selection(0, 1, 3), [0], [None], 0, 1 << 30)
     index = np.arange(2)
-    cache.columns[0].keep(cache.plans(index)[0], 0, 2, np.empty((2, 0), "f4"))
+    column, rows = cache.columns[0], np.empty((2, 0), "f4")
+    column.keep(cache.places(index)[0], 0, 2, rows)
     cache.add(index)
     assert cache.has(index)
     assert not cache.has(np.arange(3))
-    cache.columns[0].gather(cache.plans(index)[0], 0, 2, np.empty((2, 0), "f4"))
+    column.copy(column.plan(index), rows)
+
+
+@pytest.mark.skipif(load_core() is None, reason="needs the compiled core")
+@pytest.mark.parametrize("indices", [None, slice(3, 40, 3), [7, 8, 30, 2, 49]])
+@each("num_threads", [0, 2])
+def test_the_core_alone_fills_batches_that_are_kept(path, monkeypatch, num_threads, indices):
+    fields = {"labels": "labels", "columns": FIELDS["columns"], "data": FIELDS["data"]}
+    options = {"fields": fields, "batch_size": BATCH, "shuffle": "full", "indices": indices}
+    with (
+        AsyncReader(hdf5_path=path, **options) as plain,
+        AsyncReader(hdf5_path=path, cache="host", num_threads=num_threads, **options) as reader,
+    ):
+        for epoch in range(4):
+            if epoch == 2:  # what was requested of the second epoch was planned by Python
+                monkeypatch.setattr(Phases, "begin", None)
+                monkeypatch.setattr(Phases, "resume", None)
+            for ours, theirs in zip(reader, plain, strict=True):
+                assert np.array_equal(ours.index, theirs.index)
+                for a, b in zip(ours, theirs, strict=True):
+                    assert a.tobytes() == b.tobytes()
+
+
+@pytest.mark.filterwarnings("ignore::h5async.FileChangedWarning")
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_rows_are_forgotten_while_the_core_takes_them(path, num_threads):
+    with h5py.File(path) as file:
+        data, labels = file["data"][...], file["labels"][...]
+    with AsyncReader(
+        hdf5_path=path, batch_size=2, cache="host", shuffle="full", num_threads=num_threads
+    ) as reader:
+        for epoch in range(5):
+            for batch in reader:
+                assert np.array_equal(batch.data, data[batch.index])
+                assert np.array_equal(batch.labels, labels[batch.index])
+                if epoch == 2 and batch.number == 9:
+                    kept_nbytes = reader.stats().read_nbytes
+                    os.utime(path, ns=(1, 1))
+                    reader.read([4])  # which notices
+                    assert "100 %" not in reader.stats().cache
+        assert reader.stats().read_nbytes > kept_nbytes + labels.nbytes
+        assert "100 %" in reader.stats().cache

@@ -33,6 +33,7 @@ from h5async import (
 )
 from h5async.cli import app
 from h5async.config import Field
+from h5async.core import binding
 from h5async.index import indexcache
 from h5async.index.changes import fingerprint
 from h5async.index.datasettable import Datasets
@@ -910,6 +911,19 @@ def test_a_given_file_follows_its_files(tmp_path, monkeypatch):
     saved = save(tmp_path, *paths, fields={"data": Field("data")})
     with pytest.raises(ReadError, match="written by h5async index, and would be overwritten"):
         rows_of(*paths, index_cache=saved)
+
+
+def test_what_was_kept_without_the_core_is_not_used_with_it(core, tmp_path, monkeypatch):
+    options = {"hdf5_path": make(tmp_path / "a.h5")}
+    ways = []
+    for without in (True, False):
+        with monkeypatch.context() as patched:
+            if without:
+                patched.setattr(binding, "_core_or_reason", lambda: "is missing")
+            with AsyncReader(options, index_cache=tmp_path / "kept.h5idx") as reader:
+                reader.get_next_batch()
+                ways.append(reader.stats().ways["data"])
+    assert ways == ["h5py", "core"]
 
 
 def test_in_a_folder_that_is_given_other_files_are_left_alone(tmp_path, everything_is_kept):

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h5async.plan.records import GatherPlan, PlanSlice, ReadPlan, SamplesPlan, cut
+from h5async.plan.records import BatchItems, PlanSlice, ReadPlan, SamplesPlan, cut
 
 
-def rows(count: int, nbytes: int) -> GatherPlan:
-    return GatherPlan(np.arange(count), nbytes)
+def rows(count: int, nbytes: int) -> BatchItems:
+    return BatchItems(None, None, count, nbytes)
 
 
 def cost(plans: Sequence[ReadPlan], share: Sequence[PlanSlice]) -> int:

@@ -84,12 +84,20 @@ class Interrupter:
             gc.enable()
 
 
+def do_nothing(data, labels):
+    """Change nothing; but with it, Python takes the turns, not the core."""
+
+
 @pytest.mark.slow
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize("workers", ["thread", "process", 2])
+@pytest.mark.parametrize(
+    ("workers", "postprocess"),
+    [("thread", None), ("thread", do_nothing), ("process", None), (2, None)],
+)
 @pytest.mark.parametrize("num_threads", [0, 1, 3])
 @pytest.mark.parametrize("shuffle", [False, "full"])
-def test_no_batch_is_lost(path, workers, num_threads, shuffle):
+def test_no_batch_is_lost(path, workers, postprocess, num_threads, shuffle):
+    """A call has two places while the core takes the turns; else, and after a strike, hundreds."""
     rng = random.Random(f"{workers} {num_threads} {shuffle}")
     interrupted, due = [], 0
     places = 120 if num_threads or workers != "thread" else 1500  # in a call
@@ -99,22 +107,25 @@ def test_no_batch_is_lost(path, workers, num_threads, shuffle):
         shuffle=shuffle,
         num_threads=num_threads,
         workers=workers,
+        postprocess=postprocess,
         device="cpu",
         timeout=200,
     ) as reader:
         for _ in range(400):
-            interrupter = Interrupter(rng.randrange(1, places), rng.randrange(1, 8))
+            place = int(places ** rng.random())  # most among the first ones
+            interrupter = Interrupter(place, rng.randrange(1, 8))
             call = rng.choice([reader.get_next_batch, reader.get_next_batch, reader.fetch_data])
             batch = interrupter.run(call)
             if interrupter.where:
                 interrupted.append(interrupter.where)
             elif call == reader.get_next_batch:
-                assert batch.epoch * len(reader) + batch.number == due, interrupted[-1]
+                assert batch.epoch * len(reader) + batch.number == due, interrupted[-1:]
                 assert np.array_equal(batch.labels, batch.index)
                 due += 1
         batch = reader.get_next_batch()
         assert batch.epoch * len(reader) + batch.number == due
-    assert len(set(interrupted)) > 30
+    in_core = workers == "thread" and postprocess is None
+    assert len(set(interrupted)) > (10 if in_core else 30)
 
 
 @pytest.mark.slow

@@ -42,6 +42,42 @@ static int find_samples(const Queue *queue, const Wish *wish)
     return 1;
 }
 
+/* Find where samples are among those that are kept; 0: one is not. */
+static int find_kept(const KeptSamples *kept, const int64_t *samples, int64_t *places, int64_t count)
+{
+    int are_found = 1;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t low = -1, high = kept->count, place = (samples[i] - kept->start) / kept->step;
+        if (kept->numbers != NULL) {
+            FIND_LAST(low, high, at, kept->numbers[at] < samples[i])
+            place = low + 1;
+        }
+        are_found &= place >= 0 && place < kept->count;
+        places[i] = place;
+    }
+    return are_found;
+}
+
+/* Plan what the core reads alone of a batch, whose samples are known. Returns whether it did. */
+static int plan_samples(const Queue *queue, Job *job)
+{
+    const Wish *wish = &job->wish;
+    const KeptSamples *kept = queue->kept;
+    int64_t *places = job->samples + 2 * job->rows;
+    job->is_kept = wish->from == FROM_MEMORY ||
+                   (wish->from == FROM_MEMORY_IF_ALL && __atomic_load_n(kept->has_all, __ATOMIC_ACQUIRE));
+    if (wish->from != FROM_FILES && !job->is_kept)
+        return 0;
+    if (job->is_kept && !find_kept(kept, wish->samples, places, wish->count))
+        return 0;
+    for (int64_t i = 0; job->is_kept && i < queue->num_fields; i++)
+        job->targets[i].is_wanted = 1; /* Python may have planned some of them */
+    return h5async_plan_batch(job->plan, job->is_kept ? kept->fields : queue->fields, job->targets,
+                              queue->num_fields, job->is_kept ? places : wish->samples, wish->count,
+                              job->rows, job->is_kept ? kept->count : queue->num_samples,
+                              queue->num_threads, wish->draw) == 1;
+}
+
 /* Plan a batch. Holds the lock, but not meanwhile. */
 static void plan_job(Queue *queue, Job *job, Worker *w)
 {
@@ -52,10 +88,7 @@ static void plan_job(Queue *queue, Job *job, Worker *w)
     w->batch = wish->serial;
     begin_tracing(w);
     int are_found = wish->begin < 0 || find_samples(queue, wish);
-    job->is_planned = are_found &&
-                      h5async_plan_batch(job->plan, queue->fields, job->targets, queue->num_fields,
-                                         wish->samples, wish->count, job->rows, queue->num_samples,
-                                         queue->num_threads, wish->draw) == 1;
+    job->is_planned = are_found && plan_samples(queue, job);
     job->left_nbytes = job->plan->nbytes;
     end = now_ns();
     if (is_traced(w))
@@ -91,8 +124,10 @@ static int read_range(Queue *queue, Job *job, Worker *w)
     if (wakes)
         pthread_cond_signal(&queue->work); /* that thread will wake the next one */
     int64_t begin = now_ns();
-    int64_t refused = h5async_read_batch(job->plan, queue->fields, job->targets, queue->sources, w,
-                                         start, stop);
+    int64_t refused = h5async_read_batch(job->plan, job->is_kept ? queue->kept->fields : queue->fields,
+                                         job->targets,
+                                         job->is_kept ? queue->kept->sources : queue->sources, w, start,
+                                         stop);
     int64_t taken = now_ns() - begin;
     pthread_mutex_lock(&queue->lock);
     job->under_way--, job->work_ns += taken;

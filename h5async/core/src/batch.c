@@ -103,7 +103,7 @@ static void do_section(void *data)
         enum Outcome outcome = READ;
         if (item->status != TO_DO)
             continue;
-        set_traced(work->w, item->field, item->source);
+        set_traced(work->w, item->field, is_memory(work->file) ? IN_MEMORY : item->source);
         if (work->file->mirror != NULL)
             look_into_mirror(work, item);
         if (item->kind == ROWS) {

@@ -17,7 +17,7 @@ typedef struct {
         TraceEvent: "TraceEvent", Failure: "Failure", Dataset: "Dataset", POINTED_TO(Libraries),  \
         POINTED_TO(Filter), POINTED_TO(Crop), POINTED_TO(Transform), POINTED_TO(Heap), POINTED_TO(Shape),           \
         POINTED_TO(Layer), POINTED_TO(StepRows), POINTED_TO(SpanRows), POINTED_TO(BatchPlan),     \
-        POINTED_TO(Target), POINTED_TO(Field), POINTED_TO(Job), POINTED_TO(Sources), POINTED_TO(Queue), POINTED_TO(Worker),              \
+        POINTED_TO(Target), POINTED_TO(Field), POINTED_TO(Job), POINTED_TO(Sources), POINTED_TO(Queue), POINTED_TO(KeptSamples), POINTED_TO(Worker),              \
         BatchPlan: "BatchPlan", Field: "Field", Target: "Target", default: "")
 
 /* A macro is not expanded within its own expansion, but when that is scanned again. */
@@ -89,9 +89,10 @@ static const Structure ALL_STRUCTURES[] = {
     MEMBERS(Sources, sources, count, most_open, most_files, io, gives_back, trusted_ns)
     MEMBERS(Selected, plan, field, target, of, sources, worker, num_samples, samples, places, count,
             out, row_nbytes, may_keep, in_order, numbers)
-    MEMBERS(Job, plan, targets, samples, rows, begun_ns, state, is_planned)
+    MEMBERS(Job, plan, targets, samples, rows, begun_ns, state, is_planned, is_kept)
+    MEMBERS(KeptSamples, fields, sources, numbers, start, step, count, has_all)
     MEMBERS(Queue, fields, sources, jobs, num_fields, num_samples, num_jobs, num_threads, selected,
-            start, step, table, num_columns, num_cores, is_remote, tickets, num_idle,
+            start, step, table, num_columns, num_cores, is_remote, kept, tickets, num_idle,
             plan_ns, fill_ns, spinners)
     MEMBERS(Turns, queue, worker, num_slots, slot_of, waits_ns, num_samples, draw, is_lent, is_inside,
             is_alone, waits_not, is_open, num_reading, fields, array, lasting, spare, next, asked, held, assigned, reads_ahead, loops, given_begin, given_end,

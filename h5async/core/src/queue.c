@@ -37,6 +37,19 @@ typedef struct {
     uint64_t count, a, b, keys[ROUNDS];
 } Mapping;
 
+/* Of what a batch is read: its files; rows that are kept in memory, which has all of it, or has if it has
+   the rows of all samples; or of what Python plans. */
+enum From { FROM_FILES = 0, FROM_MEMORY, FROM_MEMORY_IF_ALL, BY_PYTHON };
+
+/* Rows of samples that are kept in memory, in ascending order of samples. Python makes it. */
+typedef struct {
+    const Field *fields; /* whose samples are places among those here */
+    Sources *sources;
+    const int64_t *numbers; /* [count], ascending: samples, or NULL: start + step * place */
+    int64_t start, step, count;
+    const int64_t *has_all; /* not 0: of all samples, until their files have changed */
+} KeptSamples;
+
 /* What was submitted. */
 typedef struct {
     int64_t *samples; /* of the job: room for sample numbers */
@@ -44,19 +57,21 @@ typedef struct {
     int64_t begin; /* a run of positions, from here on, that is mapped to samples; -1: they are there */
     Mapping mapping;
     uint64_t draw[2]; /* see draw_places */
-    int32_t needs_python;
+    int32_t needs_python, from; /* from: enum From */
 } Wish;
 
 /* The batch of a slot, and the one that is to follow when it ends, where nobody wants it any more.
    Python sets the first four members. */
 typedef struct {
     BatchPlan *plan;
-    const Target *targets; /* where rows go */
-    int64_t *samples;      /* room for the numbers of two batches, of `rows` each */
+    Target *targets; /* where rows go */
+    int64_t *samples;      /* room for the numbers of two batches, of `rows` each, and for places of
+                              samples that are kept */
     int64_t rows, next_item, under_way, refused, left_nbytes;
     Wish wish, following;
     int64_t begun_ns, work_ns; /* when it was begun; so far */
     int32_t state, is_planned, is_dropped, is_own; /* is_own: the consumer will fill it */
+    int32_t is_kept; /* it was planned to be read of memory */
 } Job;
 
 typedef struct {
@@ -70,6 +85,7 @@ typedef struct {
     int64_t start, step;
     const Column *table; /* an alias table, of which samples are drawn */
     int64_t num_columns, num_cores, is_remote; /* is_remote: other processes fill the batches */
+    const KeptSamples *kept; /* NULL: none are */
     /* The core's: */
     pthread_mutex_t lock;
     pthread_cond_t work;
@@ -232,12 +248,13 @@ static int submit_wish(Queue *queue, int64_t slot, Wish *wish, const int64_t *sa
 
 /* Submit a batch, whose numbers are `samples`; NULL: they are those of `count` positions from `begin`
    on, or, with a `mapping` (else NULL), of what these are mapped to. `draw`: see draw_places. `is_own`:
-   the consumer will call fill_own_job. */
+   the consumer will call fill_own_job. `from`: enum From. */
 PUBLIC int64_t h5async_submit(Queue *queue, const int64_t *samples, const Mapping *mapping,
                               const uint64_t *draw, int64_t begin, int64_t count, int64_t slot,
-                              int64_t serial, int32_t needs_python, int32_t is_own)
+                              int64_t serial, int32_t needs_python, int32_t is_own, int32_t from)
 {
-    Wish wish = {.count = count, .serial = serial, .begin = begin, .needs_python = needs_python};
+    Wish wish = {.count = count, .serial = serial, .begin = begin, .needs_python = needs_python,
+                 .from = from};
     if (mapping != NULL)
         wish.mapping = *mapping;
     if (draw != NULL)

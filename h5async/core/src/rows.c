@@ -245,14 +245,21 @@ static int copy_item(Work *work, const Field *f, const Shape *shape, const Targe
     return 1;
 }
 
+/* Whether a source is memory; what is copied of it is not read. */
+static int is_memory(const File *file)
+{
+    return file->fd == PATH_CHECKED && file->path == NULL && !file->is_far;
+}
+
 static int read_row_item(Work *work, const Field *f, const Target *target, const Item *item)
 {
     const Shape *shape = shape_of(f, item);
     Ranks ranks = ranks_of_item(item);
     RowBlock block;
+    int64_t row_nbytes = is_memory(work->file) ? 0 : f->row_nbytes; /* that are read */
     int is_good = 1;
     if (copy_item(work, f, shape, target, item)) {
-        work->w->read_nbytes += (ranks.end - ranks.rank) * f->row_nbytes;
+        work->w->read_nbytes += (ranks.end - ranks.rank) * row_nbytes;
         ranks.rank = ranks.end;
     }
     while (is_good && ranks.rank < ranks.end) {
@@ -262,7 +269,7 @@ static int read_row_item(Work *work, const Field *f, const Target *target, const
                     .unit = f->row_nbytes, .base = target->raw, .fill = shape->dataset.fill,
                     .itemsize = f->itemsize};
         is_good = read_row_pieces(work, f, shape, target, &p) == p.count;
-        work->w->read_nbytes += is_good ? block.rows * f->row_nbytes : 0;
+        work->w->read_nbytes += is_good ? block.rows * row_nbytes : 0;
     }
     end_stage(work->w, READING, &work->last_ns);
     return is_good;

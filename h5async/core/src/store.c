@@ -288,15 +288,30 @@ PUBLIC Store *h5async_new_store(int64_t budget_nbytes, int64_t least_chunk_nbyte
     return store;
 }
 
-/* Forget all chunks: their file has changed. */
+/* Give the pages of memory that is about to be freed back to the system: malloc keeps them, as much
+   as twice the largest block that the process ever freed for each of its arenas. */
+static void drop_pages(uint8_t *data, int64_t nbytes)
+{
+#if defined(__linux__) /* elsewhere MADV_DONTNEED is but a hint */
+    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
+    uintptr_t begin = ((uintptr_t)data + page - 1) & ~(page - 1);
+    uintptr_t end = ((uintptr_t)data + (uintptr_t)nbytes) & ~(page - 1);
+    if (begin < end)
+        madvise((void *)begin, end - begin, MADV_DONTNEED);
+#endif
+}
+
+/* Forget all chunks: their file has changed, or nobody needs them any more. */
 PUBLIC int64_t h5async_clear_store(Store *store)
 {
     pthread_mutex_lock(&store->lock);
     for (Kept *kept = store->oldest, *newer; kept != NULL; kept = newer) {
         newer = kept->newer;
         drop_kept(store, kept);
-        if (kept->users == 0)
+        if (kept->users == 0) {
+            drop_pages(kept->data, kept->nbytes);
             free_kept(kept);
+        }
     }
     pthread_mutex_unlock(&store->lock);
     return 1;

@@ -7,7 +7,7 @@
    buffer; who ends the trace is told, and keeps the buffer as long. */
 
 enum Stage { PLANNING = 0, READING, DECODING, PLACING, TRANSFORMING, REQUESTING, WAITING };
-enum { SEVERAL = -1, BRIEF_NS = 1000 };
+enum { SEVERAL = -1, IN_MEMORY = -3, BRIEF_NS = 1000 };
 
 struct Trace {
     TraceEvent *events; /* [capacity], zeros at first */

@@ -130,7 +130,8 @@ static void submit_of_run(Turns *t, int64_t serial, InRun place)
     int64_t skipped = place.is_last ? epoch->last_skip : place.number * t->stride;
     Wish wish = {.count = place.is_last ? epoch->last_count : t->count,
                  .serial = serial,
-                 .begin = epoch->begin + skipped};
+                 .begin = epoch->begin + skipped,
+                 .from = t->queue->kept ? FROM_MEMORY_IF_ALL : FROM_FILES};
     if (epoch->mapping != NULL)
         wish.mapping = *epoch->mapping;
     if (epoch->draw != NULL)
@@ -151,7 +152,8 @@ static void submit_next(Turns *t)
         /* (While another thread waits, the worker is its own.) */
         int64_t begin = t->worker->trace && !t->is_inside ? now_ns() : 0;
         if (given != NULL) {
-            Wish wish = {.count = given->count, .serial = t->assigned};
+            Wish wish = {.count = given->count, .serial = t->assigned,
+                         .from = t->queue->kept ? FROM_MEMORY_IF_ALL : FROM_FILES};
             if (t->draw != NULL)
                 memcpy(wish.draw, t->draw, sizeof wish.draw);
             submit_wish(t->queue, t->slot_of[t->assigned % t->num_slots], &wish, given->samples, 1);
