@@ -188,9 +188,13 @@ class Statistics(Mapping[str, FieldStatistics]):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a file that `Field(normalize=...)` takes: TOML if it ends in .toml, else JSON.
 
-        H5AsyncError if it cannot be written.
+        H5AsyncError if it cannot be written, or is an HDF5 file, which is not replaced.
         """
         path = Path(path)
+        import h5py
+
+        if h5py.is_hdf5(path):
+            raise H5AsyncError(f"{path} is an HDF5 file; save the statistics to another one")
         text = _toml(self.as_dict()) if path.suffix.lower() == ".toml" else _json(self.as_dict())
         try:
             path.write_text(f"{text}\n", encoding="utf-8")

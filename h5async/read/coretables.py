@@ -321,6 +321,7 @@ class CoreTables:
         if self.far is not None:
             self.far.close()
         self._core.close_sources(self.sources)
+        self.forget_chunks()
         for struct in self.fields:
             self._core.free_store(ctypes.addressof(struct) + self._core.Field.store.offset)
 

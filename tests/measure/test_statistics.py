@@ -17,6 +17,7 @@ from h5async import (
     ConfigError,
     Field,
     FieldStatistics,
+    H5AsyncError,
     ImageField,
     RaggedField,
     SparseField,
@@ -297,6 +298,15 @@ def test_a_saved_file_holds_the_same(tmp_path, name):
     )
     found.save(tmp_path / name)
     assert Statistics.load(tmp_path / name).as_dict() == found.as_dict()
+
+
+def test_an_hdf5_file_is_not_replaced_by_statistics(tmp_path):
+    path = write(tmp_path / "a.h5", np.arange(4))
+    before = path.read_bytes()
+    found = h5async.statistics({"hdf5_path": path, "fields": {"x": "x"}})
+    with pytest.raises(H5AsyncError, match="HDF5 file"):
+        found.save(path)
+    assert path.read_bytes() == before
 
 
 @each("per", [None, "channel", "feature"])

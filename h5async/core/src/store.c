@@ -301,30 +301,37 @@ static void drop_pages(uint8_t *data, int64_t nbytes)
 #endif
 }
 
-/* Forget all chunks: their file has changed, or nobody needs them any more. */
-PUBLIC int64_t h5async_clear_store(Store *store)
+static void forget_all(Store *store, int drops_pages)
 {
     pthread_mutex_lock(&store->lock);
     for (Kept *kept = store->oldest, *newer; kept != NULL; kept = newer) {
         newer = kept->newer;
         drop_kept(store, kept);
         if (kept->users == 0) {
-            drop_pages(kept->data, kept->nbytes);
+            if (drops_pages)
+                drop_pages(kept->data, kept->nbytes);
             free_kept(kept);
         }
     }
     pthread_mutex_unlock(&store->lock);
+}
+
+/* Forget all chunks: their file has changed, or nobody reads it any more. */
+PUBLIC int64_t h5async_clear_store(Store *store)
+{
+    forget_all(store, 1);
     return 1;
 }
 
-/* Nobody uses any of it. It is freed once, however often this is called. */
+/* Nobody uses any of it. It is freed once, however often this is called. Its pages stay with malloc:
+   the order of the next epoch, say, takes them again. */
 PUBLIC int64_t h5async_free_store(Store **stored)
 {
     Store *store = *stored;
     *stored = NULL;
     if (store == NULL)
         return 1;
-    h5async_clear_store(store);
+    forget_all(store, 0);
     pthread_mutex_destroy(&store->lock);
     pthread_cond_destroy(&store->published);
     free(store->buckets);

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +45,22 @@ _UNITS: Mapping[Any, str] = {
 Fill = Mapping[str, Any]  # values instead of nulls, by column
 
 
+@cache
+def _arrow() -> Any:
+    """Return pyarrow, which only those need who pack tables."""
+    with needs_package("pyarrow", "tables that are packed"):
+        import pyarrow.csv
+        import pyarrow.parquet
+    return pyarrow
+
+
 class TableSource(Source):
     """The rows of files of tables, one after the other."""
 
     files_are_sources = True
 
     def __init__(self, paths: Sequence[Path], fill: Fill, name: str = "") -> None:
-        with needs_package("pyarrow", "tables that are packed"):
-            import pyarrow
-        self._arrow: Any = pyarrow
+        _arrow()
         self.name, self.files, self._fill = name or str(paths[0]), Files(paths), fill
         self.nbytes = self.files.nbytes
         counts = [self._reading(path, _count) for path in paths]
@@ -80,7 +87,7 @@ class TableSource(Source):
         with reading_file(path):
             try:
                 return read(path)
-            except (self._arrow.ArrowException, ValueError) as error:
+            except (_arrow().ArrowException, ValueError) as error:
                 raise ReadError(f"cannot read {path}: {error}") from error
 
 
@@ -90,9 +97,7 @@ def _count(path: Path) -> int | None:
         return None
     if path.suffix.lower() != ".parquet":
         return int(sum(batch.num_rows for batch in _arrow_batches(path, 0)))
-    import pyarrow.parquet
-
-    with pyarrow.parquet.ParquetFile(path) as file:
+    with _arrow().parquet.ParquetFile(path) as file:
         return int(file.metadata.num_rows)
 
 
@@ -107,9 +112,7 @@ def _batches(path: Path, skipped: int) -> Iterator[Any]:
 
 
 def _parquet_batches(path: Path, skipped: int) -> Iterator[Any]:
-    import pyarrow.parquet
-
-    with pyarrow.parquet.ParquetFile(path, pre_buffer=False) as file:
+    with _arrow().parquet.ParquetFile(path, pre_buffer=False) as file:
         groups = [file.metadata.row_group(at) for at in range(file.num_row_groups)]
         nbytes = sum(group.total_byte_size for group in groups)
         rows = max(1, min(_ROWS, file.metadata.num_rows * BLOCK_NBYTES // max(1, nbytes)))
@@ -122,9 +125,7 @@ def _parquet_batches(path: Path, skipped: int) -> Iterator[Any]:
 
 
 def _csv_batches(path: Path, skipped: int) -> Iterator[Any]:
-    import pyarrow.csv
-
-    with pyarrow.csv.open_csv(path) as reader:
+    with _arrow().csv.open_csv(path) as reader:
         for name, kind in zip(reader.schema.names, reader.schema.types, strict=True):
             if _is_binary(kind):
                 raise ReadError(
@@ -135,13 +136,11 @@ def _csv_batches(path: Path, skipped: int) -> Iterator[Any]:
 
 
 def _arrow_batches(path: Path, skipped: int) -> Iterator[Any]:
-    import pyarrow
-
-    with pyarrow.memory_map(str(path)) as source:
+    with _arrow().memory_map(str(path)) as source:
         try:
-            file = pyarrow.ipc.open_file(source)
-        except pyarrow.ArrowInvalid:
-            yield from _without(pyarrow.ipc.open_stream(source), skipped)
+            file = _arrow().ipc.open_file(source)
+        except _arrow().ArrowInvalid:
+            yield from _without(_arrow().ipc.open_stream(source), skipped)
             return
         numbers = range(file.num_record_batches)
         yield from _without(map(file.get_batch, numbers), skipped)
@@ -173,9 +172,7 @@ def block_of(table: Any, fill: Fill, where: str) -> Block:
 
 def _unit(kind: Any) -> str:
     """Return what integers count that times are stored as, as the CF conventions say it."""
-    import pyarrow
-
-    types = pyarrow.types
+    types = _arrow().types
     if types.is_date(kind):
         return f"{'days' if types.is_date32(kind) else 'milliseconds'} since 1970-01-01"
     if not types.is_temporal(kind):
@@ -186,14 +183,12 @@ def _unit(kind: Any) -> str:
 
 def _columns(name: str, array: Any, fill: Fill, where: str) -> Iterable[tuple[str, Values]]:
     """Yield the columns of an array: several, if it is one of structs."""
-    import pyarrow
-
     array = _filled(array, name, fill, where)
-    types = pyarrow.types
-    if isinstance(array.type, pyarrow.FixedShapeTensorType):
+    types = _arrow().types
+    if isinstance(array.type, _arrow().FixedShapeTensorType):
         yield name, array.to_numpy_ndarray()
         return
-    if isinstance(array, pyarrow.ExtensionArray):
+    if isinstance(array, _arrow().ExtensionArray):
         array = array.storage
     if types.is_struct(array.type):
         _require_values(array, name, where)
@@ -209,13 +204,11 @@ def _columns(name: str, array: Any, fill: Fill, where: str) -> Iterable[tuple[st
 
 
 def _filled(array: Any, name: str, fill: Fill, where: str) -> Any:
-    import pyarrow
-
     if name not in fill or not array.null_count:
         return array
     try:
         return array.fill_null(fill[name])
-    except (pyarrow.ArrowException, OverflowError) as error:
+    except (_arrow().ArrowException, OverflowError) as error:
         raise DatasetError(
             f'{where}: {named("fill", {name: fill[name]})} cannot stand for nulls of "{name}",'
             f" {array.type}: {error}"
@@ -223,9 +216,7 @@ def _filled(array: Any, name: str, fill: Fill, where: str) -> Any:
 
 
 def _values(array: Any, name: str, fill: Fill, where: str) -> Values:
-    import pyarrow
-
-    types, kind = pyarrow.types, array.type
+    types, kind = _arrow().types, array.type
     if types.is_dictionary(kind):
         codes = array.indices.fill_null(-1).to_numpy(zero_copy_only=False)
         return Coded(codes, [str(one) for one in array.dictionary.to_pylist()])
@@ -243,7 +234,7 @@ def _values(array: Any, name: str, fill: Fill, where: str) -> Values:
             bounds = itertools.pairwise([0, *ends.tolist()])
             return [inner[begin:end] for begin, end in bounds]
     elif types.is_temporal(kind):
-        return array.cast(pyarrow.int64() if kind.bit_width == 64 else pyarrow.int32()).to_numpy()  # type: ignore[no-any-return]
+        return array.cast(_arrow().int64() if kind.bit_width == 64 else _arrow().int32()).to_numpy()  # type: ignore[no-any-return]
     elif any(is_one(kind) for is_one in (types.is_string, types.is_large_string, _is_binary)):
         return array.to_pylist()  # type: ignore[no-any-return]
     elif types.is_fixed_size_binary(kind):
@@ -257,9 +248,7 @@ def _values(array: Any, name: str, fill: Fill, where: str) -> Values:
 
 
 def _is_binary(kind: Any) -> bool:
-    import pyarrow
-
-    types = pyarrow.types
+    types = _arrow().types
     return bool(types.is_binary(kind) or types.is_large_binary(kind))
 
 
@@ -293,12 +282,10 @@ class EpisodeSource(TableSource):
         if not paths:
             raise DatasetError(f'{folder}: there is no .parquet file in its folder "data"')
         super().__init__(paths, fill, str(folder))
-        import pyarrow.parquet
-
         numbers: list[Any] = []
         for path in paths:
             table = self._reading(
-                path, lambda one: pyarrow.parquet.read_table(one, columns=[_EPISODE])
+                path, lambda one: _arrow().parquet.read_table(one, columns=[_EPISODE])
             )
             numbers.append(table.column(_EPISODE).to_numpy())
         every = np.concatenate(numbers)
