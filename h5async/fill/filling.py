@@ -150,6 +150,8 @@ class Filler:
             pool = self._pool = WorkPool(
                 num_threads, self._find_work, calls.on_crash, self.submissions
             )
+            if num_threads:
+                samplings.aside = pool.add_aside
             self._fetcher: Fetcher | None = None
             if self._reader.far is not None and num_threads:
                 is_dealt = config.num_helpers > 1  # each gets some of the batches
@@ -278,6 +280,7 @@ class Filler:
     def _let_go(self, then: Callable[[], None]) -> None:
         self._executors.close()
         self._final_stats = self.stats()
+        self._reader.samplings.aside = None
         self._slots.memory = ()  # the caller may still hold a batch
         self._reader.close()
         self._phases.close()

@@ -195,6 +195,10 @@ class WorkPool(Workers):
             for work in works:
                 heapq.heappush(self._heap, (serial, next(self._order), work))
 
+    def add_aside(self, work: Work) -> None:
+        """Add work that uses nothing that `stop` releases, so that `join` does not wait for it."""
+        self.add(0, [partial(self._do_aside, work)])
+
     def run_next(self) -> bool:
         """Do the most urgent piece of work in the calling thread; return False if there is none."""
         if not self._enter():
@@ -249,6 +253,22 @@ class WorkPool(Workers):
                     ticket()
             except BaseException as error:
                 self._on_crash(error)
+            if threading.get_ident() not in self._workers:
+                return  # stopped while it did something aside
+
+    def _do_aside(self, work: Work) -> None:
+        thread = threading.current_thread()
+        with self._lock:
+            if self.is_stopped:
+                return
+            self._workers.discard(threading.get_ident())
+            self._threads.remove(thread)
+        try:
+            work()
+        finally:
+            with self._lock:
+                if self._enter():
+                    self._threads.append(thread)
 
     def _run_next(self) -> bool:
         with self._lock:

@@ -91,7 +91,7 @@ class QueuedBatches:
 
     def sampling(self, request: FillRequest) -> Sampling:
         """Return the order that a request refers to."""
-        return self._samplings.at(request.order)
+        return self._samplings.of(request)
 
     def numbers(self, sampling: Sampling, first: int, epoch: int, start: int) -> Numbers | None:
         """Return the serials of batches from `first` on, at `start`, to the end of an epoch."""
@@ -108,7 +108,8 @@ class QueuedBatches:
         taken = 0 if self.turns is None else self.turns.taken
         most = max(_LEAST_AHEAD + self._queue.num_slots, 4 * (taken - self._taken_before))
         self._taken_before, most = taken, min(most, _AHEAD_BATCHES)
-        sampling, first, epoch = self.sampling(request), request.serial, request.epoch
+        sampling = self._samplings.at(request.order)
+        first, epoch = request.serial, request.epoch
         if type(sampling) is not Sampling:
             return None
         one = self.numbers(sampling, first, epoch, request.start)
@@ -117,9 +118,8 @@ class QueuedBatches:
         while one is not None:
             found.append(one)
             are_alike = one.mapping is None and one.samples is None and one.draw is None
-            is_large = (
-                one.mapping is not None and (end - first) * sampling.batch_size > _AHEAD_MAPPED
-            )
+            is_large = (end - first) * sampling.batch_size > _AHEAD_MAPPED
+            is_large = one.mapping is not None and (is_large or self._samplings.makes_ahead)
             are_all = end - first >= most or len(found) == _AHEAD_EPOCHS
             if one.stop != end or are_all or is_large:
                 break
@@ -127,6 +127,7 @@ class QueuedBatches:
                 return RunEpochs(first, epoch_end, sampling, found, _MORE_ALIKE)
             epoch, end = epoch + 1, end + sampling.num_batches
             one = self.numbers(sampling, one.stop, epoch, 0)
+        self._samplings.make_ahead(request.order, epoch + 1)
         return RunEpochs(first, epoch_end, sampling, found) if found else None
 
     def arrays(self, memory: SlotMemory, index: NDArray[np.int64]) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ Options enter; the layout of each field across all files leaves, and the distrib
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -48,6 +48,9 @@ from h5async.plan.crops import require_same_places
 from h5async.samples.assembly import columns_of, field_kinds, spans_of
 from h5async.samples.fieldkind import FieldKind, Rows, steps_of
 from h5async.spelling import named
+from h5async.system.interruptions import suppressing
+
+_LEAST_AHEAD = 1 << 16  # samples of an epoch, of which it pays to have a thread make the order
 
 
 class OpenedDataset(NamedTuple):
@@ -228,6 +231,9 @@ class Samplings:
         self.config, self.layouts = config, layouts
         self._first = next(iter(layouts.values()))
         self._made: dict[OrderKey, Sampling] = {}
+        # Has a thread call a function, if there is one; and for which epoch it was last used.
+        self.aside: Callable[[Callable[[], None]], None] | None = None
+        self._ahead: tuple[OrderKey, int] | None = None
         found = choose(config, layouts) if chosen is None else chosen
         self.selection, weights, self.sequences, self._possible, self.offsets = found
         count = self._first.sample_count
@@ -254,7 +260,30 @@ class Samplings:
         """Return the samples of a batch, in its order, as a new array."""
         if request.samples is not None:
             return request.samples.copy()
-        return self.at(request.order).batch_at(request.epoch, request.start)
+        return self.of(request).batch_at(request.epoch, request.start)
+
+    def of(self, request: FillRequest) -> Sampling:
+        """Return the order that a request refers to."""
+        if request.number >= self.config.prefetch:  # no batch of the last epoch is under way
+            self.make_ahead(request.order, request.epoch + 1)
+        return self.at(request.order)
+
+    def make_ahead(self, order: OrderKey, epoch: int) -> None:
+        """Have a thread make the order of an epoch, if that takes long. Never blocks.
+
+        Of earlier ones, only that of the epoch before is still needed.
+        """
+        aside = self.aside  # another thread may close the reader
+        if aside is not None and self.makes_ahead and self._ahead != (order, epoch):
+            self._ahead = order, epoch
+            aside(partial(_make_ahead, self.at(order), epoch))
+
+    @property
+    def makes_ahead(self) -> bool:
+        """Whether orders take so long to make that a thread makes them."""
+        is_long = self.epoch_samples >= _LEAST_AHEAD and self.sampler is None
+        is_made = self.config.shuffle == "window" or self.lengths is not None
+        return is_long and is_made and self.aside is not None
 
     def following(self, request: FillRequest) -> FillRequest | None:
         """Return the request after one, in order; None if that is not known."""
@@ -384,6 +413,11 @@ class Samplings:
             self.epoch_samples,
             self.draws,
         )
+
+
+def _make_ahead(sampling: Sampling, epoch: int) -> None:
+    with suppressing(Exception):  # whoever needs it makes it again, and raises it
+        sampling.batch_at(epoch, 0)
 
 
 def _lengths_of(config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> Lengths | None:

@@ -52,6 +52,7 @@ from h5async.system.resources import free_memory, local_ranks
 _PIECE_NBYTES, _PIECE_AXIS_NBYTES, _PLANNED_NBYTES = 128, 80, 32
 # Per sample, for batches by length: its length, and its position in two epochs.
 _LENGTH_NBYTES = 4 + 2 * 4
+_DRAW_NBYTES = 8 + 3 * 8  # per draw in a window: one epoch, and what the next one is made of
 _UNIT_NBYTES = 128  # measured: bytes per unit of shuffle="window"
 _LEAST_NBYTES = 1 << 20  # always allowed for a list of chunks
 
@@ -225,6 +226,10 @@ class MemoryBudget:
             yield _Share(
                 "the order of samples", self._window_nbytes, f"use {named('shuffle', 'full')}"
             )
+            if config.weights is not None:
+                draws = config.epoch_samples or self._selection.size
+                full = f"use {named('shuffle', 'full')}, or make {named('epoch_samples')} smaller"
+                yield _Share("draws of epochs", draws * _DRAW_NBYTES, full)
         if config.batch_values is not None or config.bucket is not None:
             samples = layouts[0].sample_count * _LENGTH_NBYTES
             option = "bucket" if config.batch_values is None else "batch_values"

@@ -10,7 +10,6 @@ Users rely on these batches to repeat a run: changing them is a breaking change.
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,14 +21,13 @@ from numpy.typing import NDArray
 
 from h5async.core.binding import address, load_core
 from h5async.order.rows import numbers_in, starts_of
-from h5async.order.sampling import Run, Sampling, dealt, dealt_or_repeated
+from h5async.order.sampling import KeptEpochs, Run, Sampling, dealt, dealt_or_repeated
 from h5async.order.selection import Int64s, Selection, keyed_hash, round_keys
 from h5async.order.window import DealtOrder
 
 _BLOCK = 1 << 18  # samples that are cut at a time
 NO_LIMIT = 1 << 62
 _MOVED = 1 << 16  # batches that are moved at a time
-_EPOCHS_KEPT = 2  # the current one and the one read ahead
 
 
 class Limits(NamedTuple):
@@ -124,17 +122,16 @@ class SamplingByLength(Sampling):
 
     is_uniform: ClassVar[bool] = False
 
-    _lock: Any = field(default_factory=threading.RLock, init=False, repr=False)
-    _epochs: dict[int, _Epoch] = field(default_factory=dict, init=False, repr=False)
+    _epochs: KeptEpochs[_Epoch] = field(default_factory=KeptEpochs, init=False, repr=False)
     _counts: dict[int, int] = field(default_factory=dict, init=False, repr=False)
 
     def batches_in(self, epoch: int) -> int:
         """Return the number of batches in an epoch."""
-        with self._lock:
-            if epoch not in self._counts:
-                found = self._epoch(epoch)
-                self._counts[epoch] = found.number + found.steps
-            return self._counts[epoch]
+        count = self._counts.get(epoch)
+        if count is None:
+            found = self._epoch(epoch)
+            count = self._counts[epoch] = found.number + found.steps
+        return count
 
     def batches_from(self, epoch: int, start: int) -> int:
         """Return the number of batches from a position on."""
@@ -187,13 +184,7 @@ class SamplingByLength(Sampling):
         return -(-int(np.searchsorted(found.bounds, start)) // self.world_size)
 
     def _epoch(self, epoch: int) -> _Epoch:
-        with self._lock:
-            found = self._epochs.get(epoch)
-            if found is None:
-                for other in list(self._epochs)[: 1 - _EPOCHS_KEPT]:
-                    del self._epochs[other]  # before memory for this one is allocated
-                found = self._epochs[epoch] = self._new_epoch(epoch)
-            return found
+        return self._epochs.get(epoch, self._new_epoch)
 
     def _new_epoch(self, epoch: int) -> _Epoch:
         sampling, start = self, 0

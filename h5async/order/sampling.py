@@ -14,10 +14,10 @@ from __future__ import annotations
 import bisect
 import functools
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import ClassVar, Literal, NamedTuple, Protocol
+from typing import ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,8 +43,11 @@ OrderKey = tuple[int, ...]
 # `permutation`, `WeightedOrder.mapping`, or `WindowOrder.run`.
 Run = tuple[int, NDArray[np.uint64] | None]
 
+T = TypeVar("T")
+
 _PERMUTED_AT_ONCE = 1024  # positions: a block costs little more than a batch of 32
 NO_EPOCH = -1  # of given samples
+_EPOCHS_KEPT = 2  # the current one and the next one
 
 
 class Rank(NamedTuple):
@@ -84,6 +87,30 @@ class Order(Protocol):
     def run(self, epoch: int, start: int, stop: int) -> Run | None:
         """Return the same as a run; None if the core cannot compute them."""
         return None
+
+
+class KeptEpochs(Generic[T]):
+    """What an order computes once an epoch, for the last two of them. Thread-safe.
+
+    One is computed at a time, so whoever needs it meanwhile waits and does not compute it again.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # reentrant, for signal handlers
+        self._kept: dict[int, T] = {}
+
+    def get(self, epoch: int, new: Callable[[int], T]) -> T:
+        """Return what `new` returns for an epoch."""
+        found = self._kept.get(epoch)  # without the lock, while that of another one is computed
+        if found is not None:
+            return found
+        with self._lock:
+            found = self._kept.get(epoch)
+            if found is None:
+                for other in list(self._kept)[: 1 - _EPOCHS_KEPT]:
+                    del self._kept[other]  # before memory for this one is allocated
+                found = self._kept[epoch] = new(epoch)
+        return found
 
 
 @dataclass(frozen=True, eq=False)

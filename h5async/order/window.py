@@ -30,7 +30,7 @@ from h5async.index.datasettable import kinds_of, sample_bounds
 from h5async.index.datasettable import unit_nbytes as unit_nbytes_of
 from h5async.index.layout import DatasetLayout
 from h5async.order.rows import StepRows, numbers_in
-from h5async.order.sampling import Order, Run, dealt
+from h5async.order.sampling import KeptEpochs, Order, Run, dealt
 from h5async.order.selection import (
     Int64s,
     Selection,
@@ -98,8 +98,8 @@ class WindowOrder(Order):
         self._group_rounds = max(1, min(_GROUP_SAMPLES // size, window // 4))
         groups = -(-_BLOCK_SAMPLES // (size * self._group_rounds))
         self._block_rounds = groups * self._group_rounds
-        own = weakref.proxy(self)  # or tables would live until a garbage collection
-        self._table = functools.lru_cache(maxsize=2)(functools.partial(WindowOrder._new_table, own))
+        self._tables: KeptEpochs[_Table] = KeptEpochs()
+        own = weakref.proxy(self)  # or blocks would live until a garbage collection
         self._block = functools.lru_cache(maxsize=4)(functools.partial(WindowOrder._new_block, own))
 
     def piece(self, begin: int, end: int) -> WindowOrder:
@@ -128,6 +128,9 @@ class WindowOrder(Order):
         """Return the same as a run; None if there is no core."""
         mapping = self._table(epoch).mapping
         return None if mapping is None else (start, mapping)
+
+    def _table(self, epoch: int) -> _Table:
+        return self._tables.get(epoch, self._new_table)
 
     def _new_table(self, epoch: int) -> _Table:
         unit, skip, counts = self._units(epoch)
@@ -328,7 +331,8 @@ class DrawnOrder(Order):
     are cut into parts that start independently, so that they come throughout the epoch.
 
     `bounds`, `window` and `seed` are as of `WindowOrder`; `sizes` are the draws of an epoch, those
-    of a batch, and the number of ranks. Memory: 8 bytes a draw for each of two epochs.
+    of a batch, and the number of ranks. Memory: 8 bytes a draw for each of two epochs, and 24 while
+    one is made.
     """
 
     def __init__(
@@ -341,16 +345,15 @@ class DrawnOrder(Order):
     ) -> None:
         self._draws, self._bounds, self._sizes = draws, bounds, sizes
         self._window, self._seed = window, seed
-        own = weakref.proxy(self)
-        self._epoch = functools.lru_cache(maxsize=2)(functools.partial(DrawnOrder._new_epoch, own))
+        self._epochs: KeptEpochs[Order] = KeptEpochs()
 
     def samples(self, epoch: int, start: int, stop: int) -> Int64s:
         """Return the samples at positions `start` to `stop` of an epoch, as a new array."""
-        return self._epoch(epoch).samples(epoch, start, stop)
+        return self._epochs.get(epoch, self._new_epoch).samples(epoch, start, stop)
 
     def run(self, epoch: int, start: int, stop: int) -> Run | None:
         """Return the same as a run; None if the core cannot compute them."""
-        return self._epoch(epoch).run(epoch, start, stop)
+        return self._epochs.get(epoch, self._new_epoch).run(epoch, start, stop)
 
     def _new_epoch(self, epoch: int) -> Order:
         """Return the order of an epoch: its draws are sorted by their unit first."""

@@ -485,7 +485,7 @@ def test_an_epoch_is_computed_once():
         batch_of(sampling, 5, 0)
         assert sampling.batches_in(3)  # how many there were is known still
         assert sorted(made) == [3, 4, 5]
-        assert len(sampling._epochs) == 2
+        assert len(sampling._epochs._kept) == 2
 
 
 def test_memory_is_arrays():
@@ -495,7 +495,7 @@ def test_memory_is_arrays():
     for epoch in range(3):
         sampling.batches_in(epoch)
     kept = sampling.lengths.of_sample.nbytes
-    for epoch in sampling._epochs.values():
+    for epoch in sampling._epochs._kept.values():
         assert epoch.order.dtype == np.uint32
         kept += epoch.order.nbytes
         assert epoch.bounds.nbytes <= 8 * (count // 16 + count // 64 + 2)

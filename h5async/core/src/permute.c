@@ -85,33 +85,61 @@ AVX2 ALWAYS_INLINE __m256i shifted_avx2(__m256i half, __m256i other, __m256i mod
 
 enum { VECTORS = 4, AVX2_LANES = 4 * VECTORS };
 
-/* feistel_lanes, of a domain with a factor, for multiples of AVX2_LANES. */
-AVX2 static void feistel_avx2(uint64_t *x, int lanes, Domain d, const uint64_t *names, const uint64_t *keys)
+/* Quotients of numbers below 2**31: of doubles, which are exact. */
+AVX2 ALWAYS_INLINE __m256i divided_avx2(__m256i x, __m256i by)
+{
+    const __m256i exponent = _mm256_set1_epi64x(0x4330000000000000); /* of 2**52, to which they are added */
+    const __m256d zero = _mm256_castsi256_pd(exponent);
+    __m256d one = _mm256_sub_pd(_mm256_castsi256_pd(_mm256_or_si256(x, exponent)), zero);
+    __m256d other = _mm256_sub_pd(_mm256_castsi256_pd(_mm256_or_si256(by, exponent)), zero);
+    return _mm256_cvtepi32_epi64(_mm256_cvttpd_epi32(_mm256_div_pd(one, other)));
+}
+
+/* feistel_lanes, of numbers below 2**31 in a domain with a factor or their own, for multiples of
+   AVX2_LANES. */
+AVX2 ALWAYS_INLINE void feistel_vectors(uint64_t *x, int lanes, Domain d, const uint64_t (*own)[MAX_LANES],
+                                        const uint64_t *names, const uint64_t *keys)
 {
     const __m256i factor = _mm256_set1_epi64x((int64_t)d.factor);
-    const __m256i a = _mm256_set1_epi64x((int64_t)d.a), b = _mm256_set1_epi64x((int64_t)d.b);
     for (int begin = 0; begin < lanes; begin += AVX2_LANES) {
         __m256i left[VECTORS], right[VECTORS], name[VECTORS], *at = (__m256i *)(void *)(x + begin);
+        __m256i a[VECTORS], b[VECTORS];
+        for (int j = 0; j < VECTORS; j++) {
+            a[j] = own ? _mm256_loadu_si256((const __m256i *)(const void *)(own[0] + begin) + j)
+                       : _mm256_set1_epi64x((int64_t)d.a);
+            b[j] = own ? _mm256_loadu_si256((const __m256i *)(const void *)(own[1] + begin) + j)
+                       : _mm256_set1_epi64x((int64_t)d.b);
+        }
         uint64_t multiplied[AVX2_LANES];
         for (int j = 0; j < AVX2_LANES; j++)
             multiplied[j] = names[begin + j] * FIRST_FACTOR;
         memcpy(name, multiplied, sizeof name);
         for (int j = 0; j < VECTORS; j++) {
             __m256i all = _mm256_loadu_si256(at + j);
-            right[j] = _mm256_srli_epi64(_mm256_mul_epu32(all, factor), d.shift);
-            left[j] = _mm256_sub_epi64(all, _mm256_mul_epu32(right[j], a));
+            right[j] = own ? divided_avx2(all, a[j])
+                           : _mm256_srli_epi64(_mm256_mul_epu32(all, factor), d.shift);
+            left[j] = _mm256_sub_epi64(all, _mm256_mul_epu32(right[j], a[j]));
         }
         for (int i = 0; i < ROUNDS; i += 2) {
             const __m256i even = _mm256_set1_epi64x((int64_t)(keys[i] * FIRST_FACTOR));
             const __m256i odd = _mm256_set1_epi64x((int64_t)(keys[i + 1] * FIRST_FACTOR));
             for (int j = 0; j < VECTORS; j++)
-                left[j] = shifted_avx2(left[j], right[j], a, _mm256_add_epi64(name[j], even));
+                left[j] = shifted_avx2(left[j], right[j], a[j], _mm256_add_epi64(name[j], even));
             for (int j = 0; j < VECTORS; j++)
-                right[j] = shifted_avx2(right[j], left[j], b, _mm256_add_epi64(name[j], odd));
+                right[j] = shifted_avx2(right[j], left[j], b[j], _mm256_add_epi64(name[j], odd));
         }
         for (int j = 0; j < VECTORS; j++)
-            _mm256_storeu_si256(at + j, _mm256_add_epi64(_mm256_mul_epu32(right[j], a), left[j]));
+            _mm256_storeu_si256(at + j, _mm256_add_epi64(_mm256_mul_epu32(right[j], a[j]), left[j]));
     }
+}
+
+AVX2 static void feistel_avx2(uint64_t *x, int lanes, Domain d, const uint64_t (*own)[MAX_LANES],
+                              const uint64_t *names, const uint64_t *keys)
+{
+    if (own == NULL)
+        feistel_vectors(x, lanes, d, NULL, names, keys);
+    else
+        feistel_vectors(x, lanes, d, own, names, keys);
 }
 #endif
 
@@ -155,7 +183,7 @@ PUBLIC int64_t h5async_permute(uint64_t *numbers, int64_t n, uint64_t count, uin
         i = permute_avx512(numbers, n, d, keys);
     else if (HAS_AVX2() && d.factor != 0)
         for (; i + MAX_LANES <= n; i += MAX_LANES)
-            feistel_avx2(numbers + i, MAX_LANES, d, NO_NAMES, keys);
+            feistel_avx2(numbers + i, MAX_LANES, d, NULL, NO_NAMES, keys);
 #endif
     i += permute_lanes(numbers + i, n - i, LANES, d, keys);
     permute_lanes(numbers + i, n - i, 1, d, keys);

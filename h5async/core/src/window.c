@@ -287,13 +287,14 @@ ALWAYS_INLINE int64_t find_lanes(const Window *w, int64_t first_round, const uin
         for (int j = 0; j < lanes && differ; j++)
             own[0][j] = is_even ? sizes[j] < w->size ? w->last_root : d.a : w->roots[unit[j]];
         for (int j = 0; j < lanes && differ; j++)
-            own[1][j] = (uint64_t)((double)((uint64_t)sizes[j] + own[0][j] - 1) / (double)own[0][j]);
+            own[1][j] = own[0][j] - (own[0][j] * (own[0][j] - 1) >= (uint64_t)sizes[j]);
+#if defined(AVX2)
+        if (lanes == AVX2_LANES && (differ || d.factor != 0))
+            feistel_avx2(x, lanes, d, differ ? own : NULL, names, w->keys);
+        else
+#endif
         if (differ)
             feistel_lanes(x, lanes, d, own, names, w->keys);
-#if defined(AVX2)
-        else if (lanes == AVX2_LANES && d.factor != 0)
-            feistel_avx2(x, lanes, d, names, w->keys);
-#endif
         else
             feistel_lanes(x, lanes, d, NULL, names, w->keys);
         for (int j = 0; j < lanes; j++)
