@@ -101,8 +101,8 @@ class BatchQueue:
     their owner after the last call of `next`, which `num_threads` threads will call. `batches` are
     by slot; `workers` is the core's list of those that work for the reader; `selection` maps
     positions to sample numbers, and `drawn` is the alias table from which positions are drawn, if
-    they are. `kept` are samples whose rows are in memory, if any are. Without tables, `next` returns
-    with each batch at once, and `finish` says that another process has filled it.
+    they are. `kept` are samples whose rows are in memory, if any are. Without tables, `next`
+    returns with each batch at once, and `finish` says that another process has filled it.
     """
 
     def __init__(
