@@ -93,8 +93,8 @@ static const Structure ALL_STRUCTURES[] = {
     MEMBERS(Job, plan, targets, samples, rows, begun_ns, state, is_planned, is_kept)
     MEMBERS(KeptSamples, fields, sources, numbers, start, step, count, has_all)
     MEMBERS(Queue, fields, sources, jobs, num_fields, num_samples, num_jobs, num_threads, selected,
-            start, step, table, num_columns, num_cores, is_remote, workers, num_inside,
-            num_changes, kept, tickets, num_idle, fill_ns, spinners)
+            start, step, table, num_columns, num_cores, is_remote, kept, tickets, num_idle,
+            fill_ns, spinners, workers, num_inside, num_changes)
     MEMBERS(Taken, batches, samples, waits, wait_ns, at_ns)
     MEMBERS(EpochEnd, begin, end, done, epoch, count)
     MEMBERS(Turns, queue, worker, num_slots, slot_of, waits_ns, num_samples, draw, is_lent, is_inside,

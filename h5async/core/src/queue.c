@@ -85,13 +85,11 @@ typedef struct {
     int64_t start, step;
     const Column *table; /* an alias table, of which samples are drawn */
     int64_t num_columns, num_cores, is_remote; /* is_remote: other processes fill the batches */
-    Worker *const *workers; /* of which all count; see link_worker */
-    int64_t num_inside, num_changes; /* threads that may do what Python counts; how often these changed */
     const KeptSamples *kept; /* NULL: none are */
     /* The core's: */
     pthread_mutex_t lock;
     pthread_cond_t work;
-    int64_t tickets, num_idle, submitted_ns;
+    int64_t tickets, num_idle, num_visits, submitted_ns; /* num_visits: of threads that came */
     int64_t gap_ns;        /* between batches that are submitted, smoothed */
     int64_t idle_since_ns; /* since when a thread has waited for the next one; 0: none has */
     int64_t idle_ns;       /* for how long that was, smoothed */
@@ -99,9 +97,12 @@ typedef struct {
     int32_t is_ended, is_helped; /* is_helped: by the consumer */
     int32_t is_cold; /* the last range that was read was not all in the page cache */
     int32_t spinners; /* threads that look for batches in a loop: 0 or 1 */
-    int64_t num_here, num_visits; /* threads that are not in Python; how often one came */
+    int64_t num_here; /* threads that are not in Python */
     _Atomic int32_t consumers; /* that wait */
     _Atomic uint32_t events, offers; /* offers: batches that were submitted, and whatever else wakes */
+    /* Set by Python: */
+    Worker *const *workers;          /* of which all count; see link_worker */
+    int64_t num_inside, num_changes; /* threads that may do what Python counts; how often these changed */
 } Queue;
 
 /* Loop until a count is not `seen` any more, but for a moment only. */
