@@ -33,6 +33,7 @@ from h5async.read.queue import (
     NOTHING,
     READY,
     TICKET,
+    BatchNumbers,
     BatchQueue,
     Numbers,
     RunEpochs,
@@ -45,14 +46,11 @@ from h5async.system.interruptions import interruption
 Resume = Callable[[FillRequest, NDArray[np.int64], Sequence[Skipped], bool, bool, int], None]
 
 
-_Uint64s = NDArray[np.uint64]
-# The arguments `begin`, `count`, `mapping`, `samples` and `draw` of `BatchQueue.submit`.
-_Numbers = tuple[int, int, _Uint64s | None, NDArray[np.int64] | None, _Uint64s | None]
 _AHEAD_SAMPLES = 8192  # of an epoch, whose numbers are told at once
 _LEAST_AHEAD, _AHEAD_BATCHES, _AHEAD_EPOCHS = 8, 256, 32  # that are told at once, about
 _AHEAD_MAPPED = 1 << 16  # samples of epochs that have a mapping each, which may be large
 _MORE_ALIKE = 1 << 20  # epochs, which cost nothing
-_NO_NUMBERS: _Numbers = 0, 0, None, None, None
+_NO_NUMBERS: BatchNumbers = 0, 0, None, None, None
 
 
 class _Submission(NamedTuple):
@@ -63,7 +61,7 @@ class _Submission(NamedTuple):
     """
 
     request: FillRequest
-    numbers: _Numbers
+    numbers: BatchNumbers
     needs_python: bool = False
     source: int = FROM_FILES
     generation: int = 0
@@ -152,7 +150,7 @@ class QueuedBatches:
                 latest = self._latest[slot] = self._new(request)
             if latest.error is None:
                 numbers, needs_python, source = latest[1:4]
-                self._queue.submit(slot, serial, *numbers, needs_python, is_own, source)
+                self._queue.submit(slot, serial, numbers, needs_python, is_own, source)
 
     def has(self, slot: int, serial: int) -> bool:
         """Tell whether a batch is the last one that was submitted for a slot."""
@@ -297,7 +295,7 @@ class Submissions(QueuedBatches):
             failure = self._reader.failure(request, error)
             return _Submission(request, _NO_NUMBERS, error=failure)
 
-    def _numbers(self, request: FillRequest) -> _Numbers:
+    def _numbers(self, request: FillRequest) -> BatchNumbers:
         sampling, epoch, draw = (
             self.sampling(request),
             request.epoch,

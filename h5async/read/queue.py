@@ -28,6 +28,7 @@ from h5async.system.timeline import ThreadCounts
 
 Int64s = NDArray[np.int64]
 Uint64s = NDArray[np.uint64]
+BatchNumbers = tuple[int, int, Uint64s | None, Int64s | None, Uint64s | None]  # see `submit`
 
 # Results of `BatchQueue.next` and `BatchQueue.do_oldest` that are not a slot.
 END, TICKET, NOTHING, READY = -1, -2, -3, -4
@@ -173,25 +174,23 @@ class BatchQueue:
         self,
         slot: int,
         serial: int,
-        begin: int,
-        count: int,
-        mapping: Uint64s | None,
-        samples: Int64s | None,
-        draw: Uint64s | None,
+        numbers: BatchNumbers,
         needs_python: bool,
         is_own: bool = False,
         source: int = FROM_FILES,
     ) -> None:
         """Have a batch read. Never blocks; submitting it again has no effect.
 
-        The slot's last batch is ready, or was dropped. The samples are those at `count` positions
-        of the selection from `begin` on, at most the rows of the slot; `mapping`, from
-        `Sampling.run_at`, maps the positions first, if given. Or they are `samples`, int64
-        (count,), C-contiguous. For `draw` see `Collection.plan`. If it `needs_python`, a thread
+        The slot's last batch is ready, or was dropped. `numbers` are `begin`, `count`, `mapping`,
+        `samples` and `draw`: the samples are those at `count` positions of the selection from
+        `begin` on, at most the rows of the slot; `mapping`, from `Sampling.run_at`, maps the
+        positions first, if given. Or they are `samples`, int64 (count,), C-contiguous. For `draw`
+        see `Collection.plan`. If it `needs_python`, a thread
         returns from `next` with it when its rows are read. `is_own`: the consumer will call
         `Turns.fill_own`, so that no thread is woken for it if it is cheap. It is read `source`:
         `FROM_FILES`; `FROM_MEMORY`, where all of it is kept; or `BY_PYTHON`, to which it is left.
         """
+        begin, count, mapping, samples, draw = numbers
         if mapping is not self._mapping:
             self._mapping_at = None if mapping is None else address(mapping)
             self._mapping = mapping
@@ -517,9 +516,10 @@ class Turns:
         struct.fields, struct.spare, struct.lasting = map(id, self._keep_to_read)
         struct.array = id(np.ndarray)
 
-    def on_epoch(self, function: Callable[[], object] | None) -> None:
-        """Set what is called when an epoch ends, while the state is lent."""
+    def on_epoch(self, function: Callable[[], object] | None, is_in_epoch: bool) -> None:
+        """Set what is called when an epoch ends, while the state is lent; tell if it has begun."""
         self._on_epoch, self.struct.on_epoch = function, id(function)
+        self.struct.is_in_epoch = is_in_epoch
 
     @property
     def is_lent(self) -> bool:
@@ -598,7 +598,7 @@ class Turns:
             self._mappings[-1] = self.struct.assigned, self._mappings[-1][1]
         self.struct.is_lent = False
         self.run = None
-        self.on_epoch(None)
+        self.on_epoch(None, False)
 
     def shut(self) -> None:
         """Take the state back for good."""

@@ -150,11 +150,9 @@ class Delivery:
         if timeline is not None and not isinstance(self._filler, Filler):
             return False  # nor what helpers are asked for
         following, _, _, _, course, _ = ring.consumer
-        if turns.is_lent:
+        if turns.is_lent or self._waiting or not counts.waits.have_begun:
             return False
         epoch, number, _ = course.schedule.position(following)  # of the run, behind given samples
-        if self._waiting or not counts.waits.have_begun:
-            return False
         if counts.open_epoch != epoch and (counts.open_epoch >= 0 or number):
             return False  # its first batch opens it
         if sum(serial >= following for serial in course.given) >= MAX_GIVEN:
@@ -163,8 +161,8 @@ class Delivery:
         with suppressing(MemoryError):  # it goes on without
             run = next_run(self._batches, course, ring, submissions, turns, slots)
             if run is not None:
-                turns.on_epoch(self._end_epoch_of_turns)
-                turns.struct.is_in_epoch = counts.open_epoch >= 0
+                end_epoch = counts.end_epoch_of_turns
+                turns.on_epoch(lambda: end_epoch(self._done()), counts.open_epoch >= 0)
                 ring.lend(run)
         return turns.is_lent
 
@@ -433,16 +431,12 @@ class Delivery:
         if batch.last:
             counts.end_epoch(self.work())
 
-    def _end_epoch_of_turns(self) -> None:
-        self._counts.end_epoch_of_turns(self._done(self._filler.done_in_python()))
-
     def work(self, done: FillerStats | None = None) -> Work:
         """Return the work of all threads so far; `done` is that of the filler, if known."""
-        filler = self._filler
-        of_filler = filler.done_in_python() if done is None else lambda _: done
-        return partial(self._done(of_filler), filler.done_in_core())
+        return partial(self._done(done), self._filler.done_in_core())
 
-    def _done(self, filler: Done) -> Done:
+    def _done(self, done: FillerStats | None = None) -> Done:
+        filler = self._filler.done_in_python() if done is None else lambda _: done
         policy, counts = self._setup.device_policy, self._counts
         uploads = counts.upload_times.copied() if self._setup.is_on_gpu else {}
         return partial(counts.work, filler, uploads, policy.num_chunks, policy.decoded_nbytes)
