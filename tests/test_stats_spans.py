@@ -271,6 +271,22 @@ def test_short_epochs_are_counted_when_somebody_asks(tmp_path: Path) -> None:
             reader.stats(epoch=kept + 9)
 
 
+def test_an_epoch_whose_only_batch_is_put_back_is_counted_once(tmp_path: Path) -> None:
+    """Exceptions of signal handlers, as it is taken, put it back."""
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file["data"] = np.zeros((10, 2), "f8")
+    with open_reader(tmp_path / "f.h5", num_threads=0) as reader:
+        for epoch in range(6):
+            reader.get_next_batch()
+            if epoch == 3:
+                assert reader._engine.delivery.put_back_turn()
+                reader.get_next_batch()
+        spans = [reader.stats(epoch=-1 - number) for number in range(6)]
+        assert [one.epoch for one in spans] == [5, 4, 3, 2, 1, 0]
+        assert [(one.batches, one.first_batch) for one in spans[2:4]] == [(1, 3), (1, 2)]
+        assert all(one.read_nbytes >= 160 for one in spans)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("options", WAYS)
 def test_other_threads_may_ask(path: Path, options: dict[str, Any]) -> None:

@@ -131,22 +131,23 @@ class _Mark(NamedTuple):
     work: Work
 
     @property
+    def num_batches(self) -> int:
+        """The number of all batches."""
+        return self.batches + self.taken.batches
+
+    @property
     def num_waits(self) -> int:
         """The number of all waits."""
         return self.noted.number + self.taken.waits
 
 
 class _Span(NamedTuple):
-    """The time of an epoch, with the percentiles of its waits, if they are known already.
-
-    `number` counts those that have ended in the core.
-    """
+    """The time of an epoch, with the percentiles of its waits, if they are known already."""
 
     begin: _Mark
     end: _Mark
     percentiles: tuple[float, float] | None
     epoch: int
-    number: int = -1
 
 
 class ReaderCounts:
@@ -260,7 +261,7 @@ class ReaderCounts:
                 continue
             self._begin_in_core(of.begin, of.epoch)
             self.last = of.epoch, of.batches - 1
-            self._end(self._mark(partial(self._done, of.done), of.end), number)
+            self._end(self._mark(partial(self._done, of.done), of.end), is_in_core=True)
             self._num_ends = number + 1
         if turns is not None and turns.struct.before.at_ns != self._seen_begin_ns:
             self._begin_in_core(turns.counts(before_epoch=True), turns.struct.begun)
@@ -271,14 +272,22 @@ class ReaderCounts:
             self._begin = self._mark(self._last_end.work, before)
             self._open_epoch, self._seen_begin_ns = epoch, before.at_ns
 
-    def _end(self, end: _Mark, number: int = -1) -> None:
-        """Note the end of the epoch that has begun; its `number` in the core, if it ended there."""
+    def _end(self, end: _Mark, *, is_in_core: bool = False) -> None:
+        """Note the end of the epoch that has begun; the core may have noted its waits."""
         if self._open_epoch < 0:
             return
-        is_short = end.num_waits - self._begin.num_waits <= _FEW
-        found = None if number >= 0 and is_short else self._percentiles(self._begin, end)
-        if number < 0 or not self._epochs or self._epochs[-1].number != number:
-            self._epochs.append(_Span(self._begin, end, found, self._open_epoch, number))
+        begin = self._begin
+        # It had ended before: its only batch was put back, or an exception came as this was noted.
+        is_again = self._epochs and self._epochs[-1].begin.num_batches == begin.num_batches
+        if is_again:
+            begin = self._epochs[-1].begin
+        is_short = end.num_waits - begin.num_waits <= _FEW
+        found = None if is_in_core and is_short else self._percentiles(begin, end)
+        span = _Span(begin, end, found, self._open_epoch)
+        if is_again:
+            self._epochs[-1] = span
+        else:
+            self._epochs.append(span)
         self._open_epoch, self._last_end = -1, end
 
     def _percentiles(self, begin: _Mark, end: _Mark) -> tuple[float, float]:
