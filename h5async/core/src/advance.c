@@ -160,8 +160,9 @@ static int64_t advance(Queue *queue, Job *job, Worker *w)
         return job - queue->jobs;
     }
     job->state = READY_JOB;
-    int64_t fill_ns = job->work_ns < MOST_FILL_NS ? job->work_ns : MOST_FILL_NS;
-    queue->fill_ns = (queue->fill_ns + fill_ns) / 2;
+    int64_t most_ns = 2 * queue->fill_ns + 1000; /* so that one slow batch hardly counts: see CHEAP_NS */
+    most_ns = most_ns < MOST_FILL_NS ? most_ns : MOST_FILL_NS;
+    queue->fill_ns = (queue->fill_ns + (job->work_ns < most_ns ? job->work_ns : most_ns)) / 2;
     pthread_mutex_unlock(&queue->lock); /* the consumer needs it at once; to wake it takes long */
     h5async_wake(queue);
     pthread_mutex_lock(&queue->lock);
