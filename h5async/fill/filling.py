@@ -150,7 +150,7 @@ class Filler:
             pool = self._pool = WorkPool(
                 num_threads, self._find_work, calls.on_crash, self.submissions
             )
-            if num_threads:
+            if num_threads > 1:  # a single one would leave the loop waiting for batches meanwhile
                 samplings.aside = pool.add_aside
             self._fetcher: Fetcher | None = None
             if self._reader.far is not None and num_threads:

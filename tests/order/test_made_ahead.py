@@ -96,7 +96,7 @@ def order(request, monkeypatch, path):
     )
 
 
-@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("num_threads", [2, 3])
 def test_a_thread_makes_the_next_order_once(order, num_threads):
     with reader_of(order.path, order.options, num_threads=num_threads) as reader:
         for epoch, expected in enumerate(order.epochs):
@@ -117,6 +117,13 @@ def test_without_threads_the_caller_makes_it(order):
         for expected in order.epochs:
             assert same(taken(reader), expected)
     assert {thread for _, thread in order.made.by} == {threading.current_thread().name}
+
+
+def test_a_single_thread_goes_on_with_batches(order, monkeypatch):
+    monkeypatch.setattr(dataset, "_make_ahead", None)  # whoever calls it fails
+    with reader_of(order.path, order.options, num_threads=1) as reader:
+        for expected in order.epochs:
+            assert same(taken(reader), expected)
 
 
 def test_after_an_error_the_loop_makes_it(order):
