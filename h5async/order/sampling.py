@@ -108,7 +108,7 @@ class KeptEpochs(Generic[T]):
             found = self._kept.get(epoch)
             if found is None:
                 for other in list(self._kept)[: 1 - _EPOCHS_KEPT]:
-                    del self._kept[other]  # before memory for this one is allocated
+                    self._kept.pop(other, None)  # before memory for this one is allocated
                 found = self._kept[epoch] = new(epoch)
         return found
 
