@@ -103,7 +103,7 @@ class _Lane:
         self.struct = core.Selected()
         self.scratch = Scratch.allocate(*room)
         worker = self.scratch.worker(core)
-        self.worker, self.decoded_chunks = worker.struct, 0
+        self.done, self.decoded_chunks = worker.struct.done, 0
         self.struct.of = ctypes.pointer(collection.tables.fields[0])
         self.struct.sources = collection.tables.sources
         self.struct.worker = ctypes.pointer(worker.struct)
@@ -229,8 +229,8 @@ class CoreReader:
         return out if out.shape else out[()]
 
     def _give_back(self, lane: _Lane) -> None:
-        if lane.worker.decoded_chunks != lane.decoded_chunks:
-            lane.decoded_chunks, self._decodes = lane.worker.decoded_chunks, True
+        if lane.done.decoded_chunks != lane.decoded_chunks:
+            lane.decoded_chunks, self._decodes = lane.done.decoded_chunks, True
         self._lanes.append(lane)
 
     def _is_copied(self, nbytes: int) -> bool:
