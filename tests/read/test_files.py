@@ -798,3 +798,23 @@ def test_reader_of_files_can_be_left_and_closed_at_any_time(tmp_path, kind):
                     break
             for batch in reader:
                 assert_same_bits(batch.data, expected[batch.index])
+
+
+@pytest.mark.parametrize("row_nbytes", [5_000, 12_288, 20_480, 40_960])
+@pytest.mark.parametrize("shift", [0, 4064, 4080, 4088])
+def test_rows_that_lie_in_pages_as_slots_do(tmp_path: Path, row_nbytes: int, shift: int) -> None:
+    """Long rows are copied in another way where they lie somewhat before their places."""
+    rows = np.random.default_rng(0).integers(0, 255, (40, row_nbytes), np.uint8)
+    (tmp_path / "rows").write_bytes(bytes(shift) + rows.tobytes())
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        external = [(str(tmp_path / "rows"), shift, rows.nbytes)]
+        file.create_dataset("x", rows.shape, rows.dtype, external=external)
+    with AsyncReader(
+        hdf5_path=tmp_path / "a.h5",
+        fields={"x": "x"},
+        batch_size=8,
+        shuffle="full",
+        allow_external=tmp_path,
+    ) as reader:
+        for batch in reader:
+            assert np.array_equal(batch.x, rows[batch.index])
