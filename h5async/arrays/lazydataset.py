@@ -21,7 +21,14 @@ from h5async.arrays.boxreading import (
 )
 from h5async.arrays.firstreading import COPIED_NBYTES, Stored, read_at_once
 from h5async.arrays.handle import Handle
-from h5async.arrays.selections import Box, Selection, box_of, key_of, selection_of
+from h5async.arrays.selections import (
+    Box,
+    Selection,
+    box_of,
+    key_of,
+    parts_of_box,
+    selection_of,
+)
 from h5async.core.binding import load_core
 from h5async.errors import (
     BudgetError,
@@ -342,7 +349,8 @@ class Dataset:
                 dataset=self.name,
             )
         with self.file.opened(self._path) as (_, node), reading(self._where):
-            dataset = self._kept_open(node) or h5py.Dataset(node, readonly=True)
+            held = self._kept_open(node)
+            dataset = h5py.Dataset(node, readonly=True) if held is None else held.dataset
             if selection is not None:  # h5py takes some keys for others, or fails
                 return np.asarray(dataset[key_of(selection)]).reshape(selection.shape)
             try:
@@ -352,15 +360,14 @@ class Dataset:
                     raise
                 raise SelectionError(str(error)) from error
 
-    def _kept_open(self, node: h5py.h5d.DatasetID) -> h5py.Dataset | None:
+    def _kept_open(self, node: h5py.h5d.DatasetID) -> _OpenDataset | None:
         """Have later selections read of an open dataset, and return it; None if that is unsafe."""
         if self.file.kept_object(self._path) is None or self.stored.is_elsewhere:
             return None
         self.file.notes_use(self)
-        dataset = h5py.Dataset(node, readonly=True)  # so it caches facts
-        self.file.held[self._path] = dataset
-        self._small_reader = _OpenReader(self.file, dataset)
-        return dataset
+        held = self.file.held[self._path] = _OpenDataset(node)
+        self._small_reader = _OpenReader(self.file, held)
+        return held
 
     def close(self) -> None:
         """Give back what reading takes; it is made again when needed."""
@@ -368,11 +375,45 @@ class Dataset:
             self._reset()
 
 
-class _OpenReader:
-    """Reads of a dataset that HDF5 has open, through h5py."""
+class _OpenDataset:
+    """A dataset that HDF5 has open. It reads what h5py does, but keeps what that makes each time.
 
-    def __init__(self, file: Handle, dataset: h5py.Dataset) -> None:
-        self._file, self._kept, self._dataset = file, file.kept_file, dataset
+    No other object refers to those of h5py in here, which the garbage collector must not close.
+    """
+
+    def __init__(self, node: h5py.h5d.DatasetID) -> None:
+        self._node, self._dtype, self._shape = node, node.dtype, node.shape
+        self._type = h5py.h5t.py_create(node.dtype)
+        self._spaces: list[tuple[h5py.h5s.SpaceID, h5py.h5s.SpaceID]] = []  # that no thread uses
+
+    @cached_property
+    def dataset(self) -> h5py.Dataset:
+        """What it is to h5py, which caches facts."""
+        return h5py.Dataset(self._node, readonly=True)
+
+    def read(self, key: tuple[Any, ...]) -> Any:
+        """Return what a key selects."""
+        box = parts_of_box(key, self._shape) if self._shape else None
+        if box is None or not all(box[1]):
+            return self.dataset[key]
+        begin, size, step, shape = box
+        out = np.zeros(shape, self._dtype)
+        try:
+            stored, memory = self._spaces.pop()
+        except IndexError:
+            stored, memory = self._node.get_space(), h5py.h5s.create_simple((1,))
+        stored.select_hyperslab(tuple(begin), tuple(size), tuple(step))
+        memory.set_extent_simple((math.prod(size),))
+        self._node.read(memory, stored, out, self._type)
+        self._spaces.append((stored, memory))
+        return out if out.shape else out[()]
+
+
+class _OpenReader:
+    """Reads of a dataset that HDF5 has open."""
+
+    def __init__(self, file: Handle, opened: _OpenDataset) -> None:
+        self._file, self._kept, self._opened = file, file.kept_file, opened
 
     def read_small(self, key: tuple[Any, ...]) -> Any:
         """Return what a key selects; None if it fails, or the file is not open any more."""
@@ -380,7 +421,7 @@ class _OpenReader:
         if file.kept_file is not self._kept:
             return None
         try:
-            found = self._dataset[key]
+            found = self._opened.read(key)
         except Exception as error:  # it is read again, to learn why
             if interruption(error) is not None:
                 raise
