@@ -19,14 +19,13 @@ from h5async.arrays.boxreading import (
     H5pyReader,
     RowsReader,
 )
-from h5async.arrays.firstreading import COPIED_NBYTES, Stored, read_at_once
+from h5async.arrays.firstreading import COPIED_NBYTES, OpenDataset, Stored, read_at_once
 from h5async.arrays.handle import Handle
 from h5async.arrays.selections import (
     Box,
     Selection,
     box_of,
     key_of,
-    parts_of_box,
     selection_of,
 )
 from h5async.core.binding import load_core
@@ -83,8 +82,9 @@ class Dataset:
         self.stored = Stored.of(node, file.known)
         if self.stored.is_elsewhere:  # HDF5 may open sources if it is asked for the shape
             self.layout = self._read_layout(located, node)
-        self._shape: tuple[int, ...] | None = node.shape
-        if not self._shape and node.get_space().get_simple_extent_type() == _NULL:
+        space = node.get_space()
+        self._shape: tuple[int, ...] | None = space.get_simple_extent_dims()
+        if not self._shape and space.get_simple_extent_type() == _NULL:
             self._shape = None
         self.dtype, self.chunks = self.stored.dtype, self.stored.chunk_shape
         self._opening = threading.Lock()
@@ -360,12 +360,12 @@ class Dataset:
                     raise
                 raise SelectionError(str(error)) from error
 
-    def _kept_open(self, node: h5py.h5d.DatasetID) -> _OpenDataset | None:
+    def _kept_open(self, node: h5py.h5d.DatasetID) -> OpenDataset | None:
         """Have later selections read of an open dataset, and return it; None if that is unsafe."""
         if self.file.kept_object(self._path) is None or self.stored.is_elsewhere:
             return None
         self.file.notes_use(self)
-        held = self.file.held[self._path] = _OpenDataset(node)
+        held = self.file.held[self._path] = OpenDataset(node)
         self._small_reader = _OpenReader(self.file, held)
         return held
 
@@ -375,44 +375,10 @@ class Dataset:
             self._reset()
 
 
-class _OpenDataset:
-    """A dataset that HDF5 has open. It reads what h5py does, but keeps what that makes each time.
-
-    No other object refers to those of h5py in here, which the garbage collector must not close.
-    """
-
-    def __init__(self, node: h5py.h5d.DatasetID) -> None:
-        self._node, self._dtype, self._shape = node, node.dtype, node.shape
-        self._type = h5py.h5t.py_create(node.dtype)
-        self._spaces: list[tuple[h5py.h5s.SpaceID, h5py.h5s.SpaceID]] = []  # that no thread uses
-
-    @cached_property
-    def dataset(self) -> h5py.Dataset:
-        """What it is to h5py, which caches facts."""
-        return h5py.Dataset(self._node, readonly=True)
-
-    def read(self, key: tuple[Any, ...]) -> Any:
-        """Return what a key selects."""
-        box = parts_of_box(key, self._shape) if self._shape else None
-        if box is None or not all(box[1]):
-            return self.dataset[key]
-        begin, size, step, shape = box
-        out = np.zeros(shape, self._dtype)
-        try:
-            stored, memory = self._spaces.pop()
-        except IndexError:
-            stored, memory = self._node.get_space(), h5py.h5s.create_simple((1,))
-        stored.select_hyperslab(tuple(begin), tuple(size), tuple(step))
-        memory.set_extent_simple((math.prod(size),))
-        self._node.read(memory, stored, out, self._type)
-        self._spaces.append((stored, memory))
-        return out if out.shape else out[()]
-
-
 class _OpenReader:
     """Reads of a dataset that HDF5 has open."""
 
-    def __init__(self, file: Handle, opened: _OpenDataset) -> None:
+    def __init__(self, file: Handle, opened: OpenDataset) -> None:
         self._file, self._kept, self._opened = file, file.kept_file, opened
 
     def read_small(self, key: tuple[Any, ...]) -> Any:
