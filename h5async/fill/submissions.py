@@ -269,11 +269,12 @@ class Submissions(QueuedBatches):
     def _new(self, request: FillRequest) -> _Submission:
         try:
             reader, skipped = self._reader, list[Skipped]()
-            if reader.damage:
+            numbers: BatchNumbers
+            if not reader.damage:
+                numbers = self._numbers(request)
+            else:
                 found, skipped = reader.damage.left_out(reader.samplings.samples(request))
                 numbers = 0, found.size, None, found, reader.draw(request.epoch)
-            else:
-                numbers = self._numbers(request)
             is_fetched = self._cache is None and self.is_fetched(request.serial)
             return _Submission(request, numbers, self._needs_python or is_fetched, skipped)
         except Exception as error:
