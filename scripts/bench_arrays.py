@@ -3,8 +3,9 @@
     .venv/bin/python scripts/bench_arrays.py
 
 Selections of each size are read at random places, of a dataset without chunks and of one behind
-gzip, by one caller; h5async may use two threads. "once" are many small datasets, each read once.
-Files are in the page cache. It needs the extras `bench` and `xarray`, and dask.
+gzip, by one caller; h5async may use two threads. "once" are many small datasets, each read once,
+and "opened" such that are not read. Files are in the page cache. It needs the extras `bench` and
+`xarray`, and dask.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from bench_turns import Bench, Target, paced, run_chosen
 import h5async
 
 ROWS, ROW = 2000, (128, 100)  # float32: 51 kB a row, 102 MB in all
+SMALL_ROWS = 100_000  # of 64 bytes, in chunks of 4 kB
 THREADS = 2
 SIZES = {
     "4 kB": (1, slice(0, 10)),
@@ -79,7 +81,8 @@ def sizes(bench: Bench, stored: str) -> None:
 
 def once(bench: Bench, stored: str) -> None:
     """Compare many small datasets of one size, each opened and read once in a turn of all."""
-    for size in (1, 100, 2000) if stored == "text" else (1_000, 13_000, 128_000):
+    sizes = {"text": (1, 100, 2000), "opened": (1_000,)}.get(stored, (1_000, 13_000, 128_000))
+    for size in sizes:
         path = bench.folder / f"{stored}{size}.h5"
         values: Any = np.random.default_rng(size).integers(0, 1000, size).astype("f4")
         unit = f"{size * 4 // 1000} kB"
@@ -87,14 +90,17 @@ def once(bench: Bench, stored: str) -> None:
             values, unit = texts(size), f"{size} strings"
         with h5py.File(path, "w") as file:
             for number in range(200):
-                how = {"chunks": True, "compression": "gzip"} if stored == "gzip" else {}
+                is_gzip = stored in ("gzip", "opened")
+                how = {"chunks": True, "compression": "gzip"} if is_gzip else {}
                 file.create_dataset(f"group/{number}", data=values, **how)
 
         def all_of(open_file: Callable[[Path], Any], path: Path = path) -> Iterator[int]:
             while True:
                 with open_file(path) as file:
                     for number in range(200):
-                        file[f"group/{number}"][()]
+                        found = file[f"group/{number}"]
+                        if stored != "opened":
+                            found[()]
                         yield 1
 
         ways = {"h5py": paced(all_of(h5py.File)), "h5async": paced(all_of(opened))}
@@ -113,7 +119,7 @@ def opened(path: Path) -> Any:
 
 
 def others(bench: Bench) -> None:
-    """Compare strings, rows of a virtual dataset, and chunks that are still decoded."""
+    """Compare strings, rows of a virtual dataset, small chunks, and chunks that are decoded."""
     path = bench.folder / "others.h5"
     source = file_of(bench)
     layout = h5py.VirtualLayout((2 * ROWS, *ROW), "f4")
@@ -125,9 +131,19 @@ def others(bench: Bench) -> None:
         file.create_virtual_dataset("virtual", layout)
         how = {"chunks": (16, *ROW), "compression": "gzip"}
         file.create_dataset("decoded", data=np.ones((16, *ROW), "f4"), **how)
+        small = np.random.default_rng(5).integers(0, 1000, (SMALL_ROWS, 16)).astype("i4")
+        file.create_dataset("4 kB chunks", data=small, chunks=(64, 16), compression="gzip")
+        file.create_dataset("text gzip", data=texts(SMALL_ROWS), chunks=(500,), compression="gzip")
     for name, rows, count in (
         ("text", ROWS, 1),
         ("text", ROWS, 100),
+        ("text", ROWS, ROWS),
+        ("text gzip", SMALL_ROWS, 1),
+        ("text gzip", SMALL_ROWS, 5_000),
+        ("4 kB chunks", SMALL_ROWS, 1),
+        ("4 kB chunks", SMALL_ROWS, 8),
+        ("4 kB chunks", SMALL_ROWS, 500),
+        ("4 kB chunks", SMALL_ROWS, SMALL_ROWS),
         ("virtual", ROWS, 1),
         ("decoded", 16, 8),
         ("decoded", 16, 16),
@@ -175,6 +191,7 @@ CASES = {
     "once": functools.partial(once, stored="plain"),
     "once gzip": functools.partial(once, stored="gzip"),
     "once text": functools.partial(once, stored="text"),
+    "opened": functools.partial(once, stored="opened"),
     "others": others,
     "xarray": means,
 }

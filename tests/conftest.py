@@ -54,6 +54,23 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 # --- a sample of what takes long ----------------------------------------------------------------
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect without the garbage collector, and keep it away from what was collected.
+
+    It would go through all tests, and all modules that they import, again and again: also each
+    time that a test asks it for what the test itself let go of.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest orders them by their fixtures: it takes long
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep a small sample of the tests, the same each time.
 

@@ -12,14 +12,14 @@ import ctypes
 import itertools
 import math
 import operator
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.arrays.selections import Selection
+from h5async.arrays.selections import Selection, parts_of_box
 from h5async.codec.filters import Filter
 from h5async.core.binding import MAX_RANK, load_core
 from h5async.index.chunks import filters_of
@@ -53,7 +53,11 @@ class Stored(NamedTuple):
     def of(cls, node: h5py.h5d.DatasetID, known: Known) -> Stored:
         """Return it of an open dataset; external files are virtual storage here."""
         datatype = node.get_type()
-        facts = next((facts for other, facts in known if other == datatype), None)
+        facts = None
+        for other, found in known:
+            if other == datatype:
+                facts = found
+                break
         if facts is None:
             dtype = node.dtype
             facts = dtype, dtype.kind in "iuf" and bool(h5py.h5t.py_create(dtype) == datatype)
@@ -95,13 +99,68 @@ def read_at_once(
         count = math.prod(-(-n // c) for n, c in zip(shape, extents, strict=True))
     if node.get_storage_size() < count * math.prod(extents) * dtype.itemsize:
         return None  # not all is stored
-    if selection.shape != shape or not stored.is_numpys:
-        return h5py.Dataset(node, readonly=True)[key]
-    out = np.empty(shape, dtype)
+    if not stored.is_numpys:
+        return OpenDataset(node).read(key)
     if stored.storage == h5py.h5d.CONTIGUOUS and isinstance(source, LocalSource):
-        return out if source.fills(out, node.get_offset()) else None
+        first = _begins_at(selection, shape)
+        if first is not None:
+            out = np.empty(selection.shape, dtype)
+            at = node.get_offset() + first * dtype.itemsize
+            return out if source.fills(out, at) else None
+    if selection.shape != shape:
+        return OpenDataset(node).read(key)
+    out = np.empty(shape, dtype)
     node.read(h5py.h5s.ALL, h5py.h5s.ALL, out)
     return out
+
+
+def _begins_at(selection: Selection, shape: tuple[int, ...]) -> int | None:
+    """Return the number of the first element if all that are selected follow it; None if not."""
+    if selection.indices is not None or selection.mask is not None:
+        return None
+    first, stride, are_whole = 0, 1, True
+    for axis in reversed(range(len(shape))):
+        begin, size, step = (part[axis] for part in selection.box[:3])
+        if size > 1 and not (are_whole and step == 1):
+            return None
+        are_whole = are_whole and size == shape[axis]
+        first += begin * stride
+        stride *= shape[axis]
+    return first
+
+
+class OpenDataset:
+    """A dataset that HDF5 has open. It reads what h5py does, but keeps what that makes each time.
+
+    No other object refers to those of h5py in here, which the garbage collector must not close.
+    """
+
+    def __init__(self, node: h5py.h5d.DatasetID) -> None:
+        self._node, self._dtype, self._shape = node, node.dtype, node.shape
+        self._type = h5py.h5t.py_create(node.dtype)
+        self._spaces: list[tuple[h5py.h5s.SpaceID, h5py.h5s.SpaceID]] = []  # that no thread uses
+
+    @cached_property
+    def dataset(self) -> h5py.Dataset:
+        """What it is to h5py, which caches facts."""
+        return h5py.Dataset(self._node, readonly=True)
+
+    def read(self, key: tuple[Any, ...]) -> Any:
+        """Return what a key selects."""
+        box = parts_of_box(key, self._shape) if self._shape else None
+        if box is None or not all(box[1]):
+            return self.dataset[key]
+        begin, size, step, shape = box
+        out = np.zeros(shape, self._dtype)
+        try:
+            stored, memory = self._spaces.pop()
+        except IndexError:
+            stored, memory = self._node.get_space(), h5py.h5s.create_simple((1,))
+        stored.select_hyperslab(tuple(begin), tuple(size), tuple(step))
+        memory.set_extent_simple((math.prod(size),))
+        self._node.read(memory, stored, out, self._type)
+        self._spaces.append((stored, memory))
+        return out if out.shape else out[()]
 
 
 @lru_cache(64)
@@ -117,7 +176,7 @@ def _decoded(
     selection: Selection,
 ) -> NDArray[Any] | None:
     """Return what is selected of chunks with filters."""
-    box, chunk, dtype = selection.bounds, stored.chunk_shape, stored.dtype
+    chunk, dtype = stored.chunk_shape, stored.dtype
     is_possible = stored.is_numpys and selection.mask is None and len(shape) <= MAX_RANK
     pipeline = _pipeline(stored.filters)
     if not is_possible or pipeline is None or chunk is None:
@@ -125,6 +184,7 @@ def _decoded(
     if selection.shape == shape == chunk and math.prod(shape) * dtype.itemsize <= _DECODED_NBYTES:
         whole = np.empty(shape, dtype)
         return whole if _decode(node, stored, (0,) * len(shape), pipeline, whole) else None
+    box = selection.bounds
     cells = [
         range(begin // n, (begin + (size - 1) * step) // n + 1)
         for begin, size, step, n in zip(*box[:3], chunk, strict=True)

@@ -19,9 +19,15 @@ from h5async.arrays.boxreading import (
     H5pyReader,
     RowsReader,
 )
-from h5async.arrays.firstreading import COPIED_NBYTES, Stored, read_at_once
+from h5async.arrays.firstreading import COPIED_NBYTES, OpenDataset, Stored, read_at_once
 from h5async.arrays.handle import Handle
-from h5async.arrays.selections import Box, Selection, box_of, key_of, selection_of
+from h5async.arrays.selections import (
+    Box,
+    Selection,
+    box_of,
+    key_of,
+    selection_of,
+)
 from h5async.core.binding import load_core
 from h5async.errors import (
     BudgetError,
@@ -76,8 +82,9 @@ class Dataset:
         self.stored = Stored.of(node, file.known)
         if self.stored.is_elsewhere:  # HDF5 may open sources if it is asked for the shape
             self.layout = self._read_layout(located, node)
-        self._shape: tuple[int, ...] | None = node.shape
-        if not self._shape and node.get_space().get_simple_extent_type() == _NULL:
+        space = node.get_space()
+        self._shape: tuple[int, ...] | None = space.get_simple_extent_dims()
+        if not self._shape and space.get_simple_extent_type() == _NULL:
             self._shape = None
         self.dtype, self.chunks = self.stored.dtype, self.stored.chunk_shape
         self._opening = threading.Lock()
@@ -342,7 +349,8 @@ class Dataset:
                 dataset=self.name,
             )
         with self.file.opened(self._path) as (_, node), reading(self._where):
-            dataset = self._kept_open(node) or h5py.Dataset(node, readonly=True)
+            held = self._kept_open(node)
+            dataset = h5py.Dataset(node, readonly=True) if held is None else held.dataset
             if selection is not None:  # h5py takes some keys for others, or fails
                 return np.asarray(dataset[key_of(selection)]).reshape(selection.shape)
             try:
@@ -352,15 +360,14 @@ class Dataset:
                     raise
                 raise SelectionError(str(error)) from error
 
-    def _kept_open(self, node: h5py.h5d.DatasetID) -> h5py.Dataset | None:
+    def _kept_open(self, node: h5py.h5d.DatasetID) -> OpenDataset | None:
         """Have later selections read of an open dataset, and return it; None if that is unsafe."""
         if self.file.kept_object(self._path) is None or self.stored.is_elsewhere:
             return None
         self.file.notes_use(self)
-        dataset = h5py.Dataset(node, readonly=True)  # so it caches facts
-        self.file.held[self._path] = dataset
-        self._small_reader = _OpenReader(self.file, dataset)
-        return dataset
+        held = self.file.held[self._path] = OpenDataset(node)
+        self._small_reader = _OpenReader(self.file, held)
+        return held
 
     def close(self) -> None:
         """Give back what reading takes; it is made again when needed."""
@@ -369,10 +376,10 @@ class Dataset:
 
 
 class _OpenReader:
-    """Reads of a dataset that HDF5 has open, through h5py."""
+    """Reads of a dataset that HDF5 has open."""
 
-    def __init__(self, file: Handle, dataset: h5py.Dataset) -> None:
-        self._file, self._kept, self._dataset = file, file.kept_file, dataset
+    def __init__(self, file: Handle, opened: OpenDataset) -> None:
+        self._file, self._kept, self._opened = file, file.kept_file, opened
 
     def read_small(self, key: tuple[Any, ...]) -> Any:
         """Return what a key selects; None if it fails, or the file is not open any more."""
@@ -380,7 +387,7 @@ class _OpenReader:
         if file.kept_file is not self._kept:
             return None
         try:
-            found = self._dataset[key]
+            found = self._opened.read(key)
         except Exception as error:  # it is read again, to learn why
             if interruption(error) is not None:
                 raise

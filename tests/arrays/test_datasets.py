@@ -6,6 +6,7 @@ import contextlib
 import gc
 import pickle
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +256,35 @@ def test_datasets_of_odd_dtypes_read_again(tmp_path: Path):
             path, lambda file: [file["pairs"][key].shape for key in [()] * 3 + [(..., 1, "x")]]
         )
     assert_same(path, lambda file: file["pairs"][[3], 5:2])
+
+
+def test_elements_of_variable_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """They are read of the open dataset, without what h5py does in Python for each key."""
+    path, words = tmp_path / "objects.h5", ["a", "", "é", "long " * 40, "b"]
+    with h5py.File(path, "w") as file:
+        file["plain"], file["bytes"] = words, np.array([b"x", b"", b"yz"], object)
+        text = {"dtype": h5py.string_dtype(), "chunks": (4, 3), "compression": "gzip"}
+        file.create_dataset("table", (9, 5), **text)[2:7] = words  # the others are null
+        lists = file.create_dataset("lists", (6,), h5py.vlen_dtype(">i2"))
+        lists[1:4] = [np.arange(n, dtype="i2") for n in (3, 1, 4)]
+        file.create_dataset("pairs", (4,), [("n", "i4"), ("text", h5py.string_dtype("ascii"))])
+        file["pairs"][1:3] = [(1, "x"), (2, "yy")]
+        file.create_dataset("arrays", (3,), np.dtype((h5py.string_dtype(), (2,))))[1] = ["p", "q"]
+    keys = [(), ..., 2, -1, slice(1, 3), slice(None, None, 2), slice(2, 2), [0, 2], (1, ...)]
+    keys += [(2, 3), (slice(1, 8, 3), 4), (..., slice(0, 4, 2)), np.int16(1), 99, True, "text"]
+
+    def all_of(file: Any, keys: list[Any]) -> list[Any]:
+        every = (lambda file, at=(name, key): file[at[0]][at[1]] for name in file for key in keys)
+        return [repr(outcome(one, file)) for one in every]
+
+    with h5py.File(path) as expected, h5async.open_file(path) as found:
+        wanted, boxes = all_of(expected, keys), all_of(expected, keys[:6])
+        for _ in range(2):
+            assert all_of(found, keys) == wanted
+        with ThreadPoolExecutor(4) as pool:
+            assert all(one == wanted for one in pool.map(all_of, [found] * 8, [keys] * 8))
+        monkeypatch.delattr(h5py.Dataset, "__getitem__")
+        assert all_of(found, keys[:6]) == boxes
 
 
 def test_files_that_nobody_closed(path: Path):
