@@ -114,7 +114,7 @@ def _other_paths(name: str) -> Iterator[str]:
 
 # --- its numbers and structures, which the comments in `src/` explain -----------------------------
 
-ABI = 43  # counts changes of the core's structures and functions
+ABI = 44  # counts changes of the core's structures and functions
 MAX_FILTERS, MAX_RANK = 32, 32  # HDF5's limits
 IO_MODES = {"auto": 0, "pread": 1, "map": 2}
 REFUSED = 2  # the status of an item that Python has read again, or reports as an error
@@ -249,7 +249,7 @@ _FUNCTIONS = {
 # Those that take less time than releasing the GIL keep it; "visit" gives it away itself.
 _BRIEF_FUNCTIONS = {
     "p": "visit is_dropping open_queue put_ticket forget_jobs end_queue events wake",
-    "ppppqqqqiii": "submit",
+    "ppppqqqqii": "submit",
     "pqq": "drop samples_at",
     "pqqq": "finish",
     "pq": "serial_at",

@@ -149,13 +149,14 @@ class BatchReader:
         if core is None or collection is None or self._plan_columns:
             return None
         if self._kept is not None and self._cache is not None:
-            kept = KeptSamples(self._kept.tables, self._cache.ascending, self._cache.has_all)
+            cache = self._cache
+            kept = KeptSamples(self._kept.tables, cache.ascending, cache.stamps, cache.state)
         elif not self.fills_alone:
             return None
         batches, draws = [one.batch for one in self._batches], self.samplings.draws
         orders = self.samplings.selection, None if draws is None else draws.table
-        threads = self._num_threads, self._workers
-        return BatchQueue(core, collection.tables, batches, *threads, *orders, kept)
+        threads, reads_files = (self._num_threads, self._workers), self.fills_alone
+        return BatchQueue(core, collection.tables, batches, *threads, *orders, kept, reads_files)
 
     def _open_kept(self, cache: HostCache, memory: SlotMemory) -> Collection | None:
         if self.core is None:
@@ -192,15 +193,11 @@ class BatchReader:
 
     @property
     def transforms_all(self) -> bool:
-        """Whether the core transforms all rows as it reads them, so that they can be delivered."""
-        return self._transforms_all(self._collection)
+        """Whether the core transforms all rows as it reads them, so that they can be delivered.
 
-    @property
-    def transforms_all_kept(self) -> bool:
-        """The same of rows that are in memory."""
-        return self._transforms_all(self._kept)
-
-    def _transforms_all(self, collection: Collection | None) -> bool:
+        If they are kept in memory, as it keeps them, or reads them there.
+        """
+        collection = self._collection if self._kept is None else self._kept
         done = collection.tables.transforms if collection else []
         pairs = zip(done, self.row_transforms, strict=True)
         return all(is_done or transform.is_identity for is_done, transform in pairs)

@@ -38,6 +38,7 @@ _HOST_SHARE = 0.5  # of free memory, if no budget is given
 _KEPT_WHOLE_NBYTES = 64 << 20
 # The number of groups of chunks that split the same rows and are shared by batches in order.
 _IN_ORDER_GROUPS = 4
+_MOST_STAMPS, _BLOCK = 255, 4096  # of samples that are kept, and how many are looked at at a time
 # The core cuts a batch into this number of items per thread if it has fewer groups (plan.h).
 _ITEMS_OF_THREAD = 4
 
@@ -45,47 +46,71 @@ _ITEMS_OF_THREAD = 4
 class Residency:
     """The samples that are in memory, until all are forgotten. Safe to use from many threads.
 
-    All samples of the selection take `nbytes`, on the ``"host"`` or the ``"device"``; `generation`
-    is the number of times that all were forgotten. `ascending` are the samples in their order
-    there; `has_all`, int64 (1,), is not 0 while all of them are there.
+    All samples of the selection take `nbytes`, on the ``"host"`` or the ``"device"``; `ascending`
+    are the samples in their order there. A sample is there if its stamp, of `stamps`, uint8 (n,),
+    is that of the generation. `state`, int64 (3,), is described in core/src/keep.c: threads of the
+    core change both, without any lock.
     """
 
     def __init__(self, selection: Selection, nbytes: int, where: str) -> None:
-        self.generation = 0
         self.ascending = selection.ascending
-        self.has_all = np.zeros(1, np.int64)
-        self._is_kept = np.zeros(selection.size, np.bool_)
-        self._first_missing = 0  # all before it are kept
+        self.stamps = np.zeros(selection.size, np.uint8)
+        self.state = np.zeros(3, np.int64)
         self._lock = threading.RLock()
         self._nbytes = nbytes
         self._where = where
 
+    @property
+    def generation(self) -> int:
+        """The number of times that all were forgotten."""
+        return int(self.state[0])
+
+    @property
+    def has_all(self) -> bool:
+        """Whether all samples are there."""
+        return bool(self.state[1] == self.state[0] + 1)
+
     def has(self, index: Int64s) -> bool:
         """Tell whether all of some samples are there."""
-        return bool(self.has_all[0] or self._is_kept[self.ascending.positions(index)].all())
+        return self.has_all or bool(self._are_kept(self.ascending.positions(index)).all())
+
+    def _are_kept(self, positions: Int64s | slice) -> NDArray[np.bool_]:
+        kept: NDArray[np.bool_] = self.stamps[positions] == _stamp(self.generation)
+        return kept
 
     def add(self, index: Int64s, generation: int | None = None) -> None:
         """Note samples whose rows are there now, unless the generation has passed since."""
-        positions = self.ascending.positions(index)
-        with self._lock:
-            if generation is None or generation == self.generation:
-                self._is_kept[positions] = True
-                rest = self._is_kept[self._first_missing :]
-                missing = int(rest.argmin()) if rest.size else 0
-                are_all = not rest.size or bool(rest[missing])
-                self._first_missing += rest.size if are_all else missing
-                self.has_all[0] = are_all
+        now = self.generation
+        if generation not in (None, now):
+            return
+        self.stamps[self.ascending.positions(index)] = _stamp(now)
+        size = self.stamps.size
+        seen, first = divmod(int(self.state[2]), size + 1)
+        first = first if seen == now else 0
+        are_all = True
+        while are_all and first < size:
+            missing = ~self._are_kept(slice(first, first + _BLOCK))
+            are_all = not missing.any()
+            first += missing.size if are_all else int(missing.argmax())
+        self.state[2] = now * (size + 1) + first
+        if are_all:
+            self.state[1] = now + 1
 
     def forget(self) -> None:
         """Forget all samples: their file has changed."""
         with self._lock:
-            self.generation += 1
-            self.has_all[0] = self._first_missing = 0
-            self._is_kept = np.zeros_like(self._is_kept)
+            generation = self.generation + 1
+            if generation % _MOST_STAMPS == 0:  # stamps begin anew
+                self.stamps[:] = 0
+            self.state[0] = generation
 
     def __str__(self) -> str:
-        share = 100 * np.count_nonzero(self._is_kept) / max(1, self._is_kept.size)
+        share = 100 * np.count_nonzero(self._are_kept(slice(None))) / max(1, self.stamps.size)
         return f"{self._where}, {share:.0f} % of the samples, {gigabytes(self._nbytes)} for all"
+
+
+def _stamp(generation: int) -> int:
+    return generation % _MOST_STAMPS + 1
 
 
 class Budget(NamedTuple):

@@ -26,10 +26,7 @@ from h5async.opening.dataset import Samplings
 from h5async.order.sampling import NO_EPOCH, FillRequest, Sampling
 from h5async.order.selection import NO_SAMPLES
 from h5async.read.queue import (
-    BY_PYTHON,
     END,
-    FROM_FILES,
-    FROM_MEMORY,
     NOTHING,
     READY,
     TICKET,
@@ -56,15 +53,12 @@ _NO_NUMBERS: BatchNumbers = 0, 0, None, None, None
 class _Submission(NamedTuple):
     """The last submission for a slot; `error` says why it could not be submitted.
 
-    The samples `skipped`, known to be damaged, were left out. For `source` see `BatchQueue.submit`;
-    `generation` is the cache's.
+    The samples `skipped`, known to be damaged, were left out.
     """
 
     request: FillRequest
     numbers: BatchNumbers
     needs_python: bool = False
-    source: int = FROM_FILES
-    generation: int = 0
     skipped: Sequence[Skipped] = ()
     error: BaseException | None = None
 
@@ -149,8 +143,8 @@ class QueuedBatches:
             if latest is None or latest.request.serial != serial:
                 latest = self._latest[slot] = self._new(request)
             if latest.error is None:
-                numbers, needs_python, source = latest[1:4]
-                self._queue.submit(slot, serial, numbers, needs_python, is_own, source)
+                numbers, needs_python = latest[1:3]
+                self._queue.submit(slot, serial, numbers, needs_python, is_own)
 
     def has(self, slot: int, serial: int) -> bool:
         """Tell whether a batch is the last one that was submitted for a slot."""
@@ -188,7 +182,7 @@ class Submissions(QueuedBatches):
 
     `reader` lends scratch memory to threads; `assembly` makes the delivered arrays of a slot's
     memory; `needs_python` says whether every batch has work left to Python, beside transforms.
-    Batches whose samples a `cache` has are read of that; others are kept, by Python.
+    Batches whose samples a `cache` has are read of that; others are added to it.
     """
 
     def __init__(
@@ -204,10 +198,8 @@ class Submissions(QueuedBatches):
         self._reader = reader
         self._slots = reader.slots
         self._assembly, self.is_plain = assembly, assembly.is_plain
-        self._needs_python = needs_python or cache is not None or not reader.transforms_all
-        self._cache, self._needs_python_if_kept = cache, needs_python
-        if cache is not None:
-            self._needs_python_if_kept |= not reader.transforms_all_kept
+        self._needs_python = needs_python or not reader.transforms_all
+        self._cache = cache
         self.resume: Resume = do_nothing  # continues a batch of which something is left
         self.is_fetched: Callable[[int], bool] = _never  # ahead, so that Python has to take it
 
@@ -216,8 +208,8 @@ class Submissions(QueuedBatches):
     def open_turns(self, batch: type, num_samples: int, num_threads: int) -> Turns | None:
         """Return the turns of the consumer in the core; None if batches need Python."""
         core = self._reader.core
-        leaves_work = self._needs_python if self._cache is None else self._needs_python_if_kept
-        if leaves_work or not self._assembly.is_view or self.is_fetched is not _never:
+        is_view = self._assembly.is_view
+        if self._needs_python or not is_view or self.is_fetched is not _never:
             return None
         assert core is not None
         is_alone = not num_threads
@@ -253,7 +245,9 @@ class Submissions(QueuedBatches):
 
         Of fewer batches, if their numbers are to be listed; None if they cannot be told ahead.
         """
-        if self._reader.damage or (self._cache is not None and not self._cache.has_all[0]):
+        cache = self._cache  # Python reads what is not there
+        leaves_any = not self._reader.fills_alone and cache is not None and not cache.has_all
+        if self._reader.damage or leaves_any:
             return None
         left, stride = sampling.batches_from(epoch, start), sampling.step_samples
         begin, _ = sampling.dealt_at(epoch, start)
@@ -274,21 +268,15 @@ class Submissions(QueuedBatches):
 
     def _new(self, request: FillRequest) -> _Submission:
         try:
-            reader, cache = self._reader, self._cache
-            generation = 0 if cache is None else cache.generation
-            if not reader.damage and (cache is None or cache.has_all[0]):
-                numbers, skipped = self._numbers(request), list[Skipped]()
-                is_kept = cache is not None
+            reader, skipped = self._reader, list[Skipped]()
+            numbers: BatchNumbers
+            if not reader.damage:
+                numbers = self._numbers(request)
             else:
                 found, skipped = reader.damage.left_out(reader.samplings.samples(request))
                 numbers = 0, found.size, None, found, reader.draw(request.epoch)
-                is_kept = cache is not None and cache.has(found)
-            if is_kept:
-                needs_python, source = self._needs_python_if_kept, FROM_MEMORY
-            else:
-                needs_python = self._needs_python or self.is_fetched(request.serial)
-                source = FROM_FILES if reader.fills_alone else BY_PYTHON
-            return _Submission(request, numbers, needs_python, source, generation, skipped)
+            is_fetched = self._cache is None and self.is_fetched(request.serial)
+            return _Submission(request, numbers, self._needs_python or is_fetched, skipped)
         except Exception as error:
             if interruption(error) is not None:
                 raise
@@ -359,7 +347,8 @@ class Submissions(QueuedBatches):
             self._latest[found] = latest._replace(error=failed)
             self._queue.wake()
             return do_nothing
-        how = self._queue.is_planned(found), self._queue.is_kept(found), latest.generation
+        queue = self._queue
+        how = queue.is_planned(found), queue.is_kept(found), queue.generation(found)
         return partial(self.resume, latest.request, samples, latest.skipped, *how)
 
     def note_workers(self, count: int) -> None:

@@ -32,8 +32,6 @@ BatchNumbers = tuple[int, int, Uint64s | None, Int64s | None, Uint64s | None]  #
 
 # Results of `BatchQueue.next` and `BatchQueue.do_oldest` that are not a slot.
 END, TICKET, NOTHING, READY = -1, -2, -3, -4
-# Of what a batch is read; see `From` in core/src/queue.c.
-FROM_FILES, FROM_MEMORY, BY_PYTHON = 0, 1, 3
 _ALONE = 1  # result of `submit`: no batch that was dropped is under way
 MAX_WAITS, MAX_GIVEN, MAX_ENDS = 4096, 16, 257  # as in core/src/turns.c
 
@@ -73,13 +71,14 @@ class Reading(NamedTuple):
 class KeptSamples(NamedTuple):
     """The samples whose rows are kept in memory, of which `tables` are.
 
-    Sample i there is that at position i of `ascending`. `has_all`, int64 (1,), is not 0 while all
-    of them are there.
+    Sample i there is that at position i of `ascending`. `stamps` and `state` say which of them are
+    there, as in `Residency`.
     """
 
     tables: CoreTables
     ascending: Selection
-    has_all: Int64s
+    stamps: NDArray[np.uint8]
+    state: Int64s
 
     def struct(self, core: Core) -> Any:
         """Return it as the core takes it, which this has to outlive."""
@@ -91,7 +90,8 @@ class KeptSamples(NamedTuple):
             start=ascending.start,
             step=ascending.step,
             count=ascending.size,
-            has_all=address(self.has_all),
+            stamps=address(self.stamps),
+            state=address(self.state),
         )
 
 
@@ -102,8 +102,10 @@ class BatchQueue:
     their owner after the last call of `next`, which `num_threads` threads will call. `batches` are
     by slot; `workers` is the core's list of those that work for the reader; `selection` maps
     positions to sample numbers, and `drawn` is the alias table from which positions are drawn, if
-    they are. `kept` are samples whose rows are in memory, if any are. Without tables, `next`
-    returns with each batch at once, and `finish` says that another process has filled it.
+    they are. `kept` are samples whose rows are kept in memory, if they are: batches that have no
+    others are read there, and those of others added, if the core `reads_files`; else Python does.
+    Without tables, `next` returns with each batch at once, and `finish` says that another process
+    has filled it.
     """
 
     def __init__(
@@ -116,6 +118,7 @@ class BatchQueue:
         selection: Selection,
         drawn: NDArray[Any] | None = None,
         kept: KeptSamples | None = None,
+        reads_files: bool = True,
     ) -> None:
         self._core, self._workers = core, workers
         of_kept = None if kept is None else kept.struct(core)
@@ -138,6 +141,7 @@ class BatchQueue:
             table=None if drawn is None else address(drawn),
             num_columns=0 if drawn is None else drawn.size,
             kept=None if of_kept is None else ctypes.pointer(of_kept),
+            reads_files=reads_files,
         )
         self.struct = self._queue = ctypes.pointer(self._struct)
         self.num_slots = len(batches)
@@ -177,7 +181,6 @@ class BatchQueue:
         numbers: BatchNumbers,
         needs_python: bool,
         is_own: bool = False,
-        source: int = FROM_FILES,
     ) -> None:
         """Have a batch read. Never blocks; submitting it again has no effect.
 
@@ -187,8 +190,7 @@ class BatchQueue:
         positions first, if given. Or they are `samples`, int64 (count,), C-contiguous. For `draw`
         see `Collection.plan`. If it `needs_python`, a thread
         returns from `next` with it when its rows are read. `is_own`: the consumer will call
-        `Turns.fill_own`, so that no thread is woken for it if it is cheap. It is read `source`:
-        `FROM_FILES`; `FROM_MEMORY`, where all of it is kept; or `BY_PYTHON`, to which it is left.
+        `Turns.fill_own`, so that no thread is woken for it if it is cheap.
         """
         begin, count, mapping, samples, draw = numbers
         if mapping is not self._mapping:
@@ -209,7 +211,6 @@ class BatchQueue:
             serial,
             needs_python,
             is_own,
-            source,
         )
         assert taken, f"slot {slot} is in use"
         mappings = self._mappings[slot]
@@ -297,6 +298,10 @@ class BatchQueue:
     def is_kept(self, slot: int) -> bool:
         """Tell whether it was planned to be read of memory."""
         return bool(self._jobs[slot].is_kept)
+
+    def generation(self, slot: int) -> int:
+        """Return the generation of what is kept when it was planned."""
+        return int(self._jobs[slot].generation)
 
     # --- the pool's calls -------------------------------------------------------------------------
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from cases import each
 
-from h5async import AsyncReader, ConfigError, DeviceError, Field
+from h5async import AsyncReader, ConfigError, DeviceError, Field, RaggedField
 from h5async.core.binding import load_core
 from h5async.fill.phases import Phases
-from h5async.fill.resident import Budget, HostCache, open_host_cache
+from h5async.fill.resident import Budget, HostCache, Residency, open_host_cache
 from h5async.order.selection import Selection
 
 N, BATCH = 50, 8
@@ -230,14 +230,65 @@ def test_the_core_alone_fills_batches_that_are_kept(path, monkeypatch, num_threa
         AsyncReader(hdf5_path=path, **options) as plain,
         AsyncReader(hdf5_path=path, cache="host", num_threads=num_threads, **options) as reader,
     ):
-        for epoch in range(4):
-            if epoch == 2:  # what was requested of the second epoch was planned by Python
-                monkeypatch.setattr(Phases, "begin", None)
-                monkeypatch.setattr(Phases, "resume", None)
+        monkeypatch.setattr(Phases, "begin", None)
+        monkeypatch.setattr(Phases, "resume", None)
+        for _ in range(4):
             for ours, theirs in zip(reader, plain, strict=True):
                 assert np.array_equal(ours.index, theirs.index)
                 for a, b in zip(ours, theirs, strict=True):
                     assert a.tobytes() == b.tobytes()
+        assert "100 % of the samples" in reader.stats().cache
+
+
+@pytest.mark.skipif(load_core() is None, reason="needs the compiled core")
+@each("num_threads", [0, 2])
+@pytest.mark.parametrize("other", ["per file", "steps", "ragged"])
+def test_the_core_alone_keeps_rows_of_all_kinds(tmp_path, monkeypatch, num_threads, other):
+    paths = [tmp_path / "a.h5", tmp_path / "b.h5"]
+    for number, path in enumerate(paths):
+        with h5py.File(path, "w") as file:
+            file["x"] = np.arange(N, dtype=">i2") + number * N
+            file["map"] = np.full((3, 3), number)
+            offsets = np.cumsum([0, *(i % 4 for i in range(N))])
+            file["offsets"], file["values"] = offsets, np.arange(offsets[-1]) + 1000 * number
+    field = {
+        "per file": Field("map", per="file"),
+        "steps": Field("x", steps=(-2, 0, 1), pad="zero"),
+        "ragged": RaggedField("values", offsets="offsets"),
+    }[other]
+    fields = {"x": Field("x", dtype="f4", scale=0.5), "other": field}
+    options = {"hdf5_path": paths, "fields": fields, "batch_size": BATCH, "shuffle": "full"}
+    with (
+        AsyncReader(**options) as plain,
+        AsyncReader(cache="host", num_threads=num_threads, **options) as reader,
+    ):
+        monkeypatch.setattr(Phases, "begin", None)
+        monkeypatch.setattr(Phases, "resume", None)
+        for epoch in range(6):
+            for ours, theirs in zip(reader, plain, strict=False):
+                assert np.array_equal(ours.x, theirs.x)
+                for a, b in zip(ours.other, theirs.other, strict=True):
+                    assert np.array_equal(a, b)
+                if epoch < 3 and ours.number == 2:  # of three epochs, some samples are kept
+                    break
+        assert "100 % of the samples" in reader.stats().cache
+
+
+def test_stamps_of_generations_long_ago_are_not_taken_for_new_ones():
+    residency, index = Residency(Selection(0, 1, 5), 0, "host"), np.arange(5)
+    residency.add(index[:3], residency.generation)
+    residency.add(index, residency.generation + 1)
+    assert residency.has(index[:3])
+    assert not residency.has(index)
+    for _ in range(600):
+        residency.forget()
+        assert not residency.has(index[:1])
+        if residency.generation == 100:
+            residency.add(index)
+            assert residency.has_all
+    residency.add(index)
+    assert residency.has_all
+    assert "100 %" in str(residency)
 
 
 @pytest.mark.filterwarnings("ignore::h5async.FileChangedWarning")

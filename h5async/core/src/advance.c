@@ -42,20 +42,9 @@ static int find_samples(const Queue *queue, const Wish *wish)
     return 1;
 }
 
-/* Find where samples are among those that are kept; 0: one is not. */
-static int find_kept(const KeptSamples *kept, const int64_t *samples, int64_t *places, int64_t count)
+static int64_t *places_of(const Job *job)
 {
-    int are_found = 1;
-    for (int64_t i = 0; i < count; i++) {
-        int64_t low = -1, high = kept->count, place = (samples[i] - kept->start) / kept->step;
-        if (kept->numbers != NULL) {
-            FIND_LAST(low, high, at, kept->numbers[at] < samples[i])
-            place = low + 1;
-        }
-        are_found &= place >= 0 && place < kept->count;
-        places[i] = place;
-    }
-    return are_found;
+    return job->samples + 2 * job->rows;
 }
 
 /* Plan what the core reads alone of a batch, whose samples are known. Returns whether it did. */
@@ -63,12 +52,15 @@ static int plan_samples(const Queue *queue, Job *job)
 {
     const Wish *wish = &job->wish;
     const KeptSamples *kept = queue->kept;
-    int64_t *places = job->samples + 2 * job->rows;
-    job->is_kept = wish->from == FROM_MEMORY ||
-                   (wish->from == FROM_MEMORY_IF_ALL && __atomic_load_n(kept->has_all, __ATOMIC_ACQUIRE));
-    if (wish->from != FROM_FILES && !job->is_kept)
+    int64_t *places = places_of(job);
+    job->is_kept = 0;
+    if (kept != NULL && !find_kept(kept, wish->samples, places, wish->count))
         return 0;
-    if (job->is_kept && !find_kept(kept, wish->samples, places, wish->count))
+    if (kept != NULL) {
+        job->generation = state_of(kept, GENERATION);
+        job->is_kept = are_kept(kept, places, wish->count, job->generation);
+    }
+    if (!job->is_kept && !queue->reads_files)
         return 0;
     for (int64_t i = 0; job->is_kept && i < queue->num_fields; i++)
         job->targets[i].is_wanted = 1; /* Python may have planned some of them */
@@ -102,17 +94,36 @@ static void plan_job(Queue *queue, Job *job, Worker *w)
     atomic_fetch_add(&queue->events, 1); /* for a consumer that looks for work of it; one asleep waits on */
 }
 
-/* Read a range of a plan. Holds the lock, but not meanwhile. Returns whether the reader is closed. */
-static int read_range(Queue *queue, Job *job, Worker *w)
+/* Read items of a plan, or, where these were read, keep samples. Returns how many items were refused;
+   -1: the reader is being closed. */
+static int64_t do_range(const Queue *queue, Job *job, Worker *w, int keeps, int64_t start, int64_t stop)
+{
+    KeptSamples *kept = queue->kept;
+    int64_t begin = now_ns();
+    if (!keeps)
+        return h5async_read_batch(job->plan, job->is_kept ? kept->fields : queue->fields, job->targets,
+                                  job->is_kept ? kept->sources : queue->sources, w, start, stop);
+    begin_tracing(w);
+    keep_samples(kept, job->targets, queue->num_fields, places_of(job), start, stop, job->generation);
+    end_stage(w, PLACING, &begin);
+    end_tracing(w);
+    return 0;
+}
+
+/* Take a range of a plan, or of samples to be kept. Holds the lock, but not meanwhile. Returns whether
+   the reader is closed. */
+static int take_range(Queue *queue, Job *job, Worker *w)
 {
     const BatchPlan *plan = job->plan;
-    int64_t start = job->next_item, stop = start, nbytes = 0;
+    int64_t start = job->next_item, stop = start, nbytes = 0, end = end_of_ranges(job);
     int64_t readers = queue->num_here + queue->is_helped;
     readers = readers < most_busy(queue) ? readers : most_busy(queue);
     int64_t wanted = readers > 1 ? job->left_nbytes / (RANGES_EACH * readers) : job->left_nbytes;
     wanted = wanted > LEAST_RANGE_NBYTES ? wanted : LEAST_RANGE_NBYTES;
-    while (stop < plan->num_items && nbytes < wanted)
-        nbytes += plan->items[stop++].nbytes;
+    int keeps = job->state == TO_KEEP;
+    int64_t of_sample = keeps ? plan->nbytes / job->wish.count : 0;
+    for (; stop < end && nbytes < wanted; stop++)
+        nbytes += keeps ? of_sample : plan->items[stop].nbytes;
     if (start == stop)
         return 0;
     job->next_item = stop;
@@ -124,10 +135,7 @@ static int read_range(Queue *queue, Job *job, Worker *w)
     if (wakes)
         pthread_cond_signal(&queue->work); /* that thread will wake the next one */
     int64_t begin = now_ns();
-    int64_t refused = h5async_read_batch(job->plan, job->is_kept ? queue->kept->fields : queue->fields,
-                                         job->targets,
-                                         job->is_kept ? queue->kept->sources : queue->sources, w, start,
-                                         stop);
+    int64_t refused = do_range(queue, job, w, keeps, start, stop);
     int64_t taken = now_ns() - begin;
     pthread_mutex_lock(&queue->lock);
     job->under_way--, job->work_ns += taken;
@@ -147,17 +155,21 @@ static int64_t advance(Queue *queue, Job *job, Worker *w)
     }
     if (job->state == TO_PLAN)
         plan_job(queue, job, w);
-    if (read_range(queue, job, w))
+    if (take_range(queue, job, w))
         return NEXT_END;
-    if (job->next_item < job->plan->num_items || job->under_way)
+    if (is_open(job) || job->under_way)
         return NEXT_NOTHING;
     if (job->is_dropped) {
         end_job(job);
         return NEXT_NOTHING;
     }
     if (!job->is_planned || job->refused || job->wish.needs_python) {
-        job->state = WITH_PYTHON;
+        job->state = WITH_PYTHON; /* which keeps the rows itself */
         return job - queue->jobs;
+    }
+    if (queue->kept != NULL && !job->is_kept && job->state == TO_READ && job->wish.count > 0) {
+        job->state = TO_KEEP, job->next_item = 0, job->left_nbytes = job->plan->nbytes;
+        return NEXT_NOTHING;
     }
     job->state = READY_JOB;
     int64_t most_ns = 2 * queue->fill_ns + 1000; /* so that one slow batch hardly counts: see CHEAP_NS */

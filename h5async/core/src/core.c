@@ -46,6 +46,7 @@
 #include "fetched.c"
 #include "batch.c"
 #include "selected.c"
+#include "keep.c"
 #include "queue.c"
 #include "advance.c"
 #include "pyobjects.c"

@@ -90,10 +90,10 @@ static const Structure ALL_STRUCTURES[] = {
     MEMBERS(Sources, sources, count, most_open, most_files, io, gives_back, trusted_ns)
     MEMBERS(Selected, plan, field, target, of, sources, worker, num_samples, samples, places, count,
             out, row_nbytes, may_keep, in_order, numbers)
-    MEMBERS(Job, plan, targets, samples, rows, begun_ns, state, is_planned, is_kept)
-    MEMBERS(KeptSamples, fields, sources, numbers, start, step, count, has_all)
+    MEMBERS(Job, plan, targets, samples, rows, begun_ns, state, is_planned, is_kept, generation)
+    MEMBERS(KeptSamples, fields, sources, numbers, start, step, count, stamps, state)
     MEMBERS(Queue, fields, sources, jobs, num_fields, num_samples, num_jobs, num_threads, selected,
-            start, step, table, num_columns, num_cores, is_remote, kept, tickets, num_idle,
+            start, step, table, num_columns, num_cores, is_remote, kept, reads_files, tickets, num_idle,
             fill_ns, spinners, workers, num_inside, num_changes)
     MEMBERS(Taken, batches, samples, waits, wait_ns, at_ns)
     MEMBERS(EpochEnd, begin, end, done, epoch, count)

@@ -26,7 +26,7 @@ enum { CHEAP_NS = 25000, HELPED_NS = 300000, STILL_HELPED_NS = 900000, MOST_FILL
 enum { RANGES_EACH = 2, LEAST_RANGE_NBYTES = 128 * 1024 };
 enum { WOKEN_NBYTES = 256 * 1024 /* some 25 us: worth waking a thread for */ };
 /* IN_PLAN: or with another process. */
-enum JobState { NO_JOB = 0, TO_PLAN, IN_PLAN, TO_READ, WITH_PYTHON, READY_JOB };
+enum JobState { NO_JOB = 0, TO_PLAN, IN_PLAN, TO_READ, WITH_PYTHON, READY_JOB, TO_KEEP };
 /* What is to be done next, if not a batch of which work is left: then it is its slot. */
 enum Next { NEXT_END = -1, NEXT_TICKET = -2, NEXT_NOTHING = -3, NEXT_READY = -4 };
 
@@ -37,19 +37,6 @@ typedef struct {
     uint64_t count, a, b, keys[ROUNDS];
 } Mapping;
 
-/* Of what a batch is read: its files; rows that are kept in memory, which has all of it, or has if it has
-   the rows of all samples; or of what Python plans. */
-enum From { FROM_FILES = 0, FROM_MEMORY, FROM_MEMORY_IF_ALL, BY_PYTHON };
-
-/* Rows of samples that are kept in memory, in ascending order of samples. Python makes it. */
-typedef struct {
-    const Field *fields; /* whose samples are places among those here */
-    Sources *sources;
-    const int64_t *numbers; /* [count], ascending: samples, or NULL: start + step * place */
-    int64_t start, step, count;
-    const int64_t *has_all; /* not 0: of all samples, until their files have changed */
-} KeptSamples;
-
 /* What was submitted. */
 typedef struct {
     int64_t *samples; /* of the job: room for sample numbers */
@@ -57,7 +44,7 @@ typedef struct {
     int64_t begin; /* a run of positions, from here on, that is mapped to samples; -1: they are there */
     Mapping mapping;
     uint64_t draw[2]; /* see draw_places */
-    int32_t needs_python, from; /* from: enum From */
+    int32_t needs_python;
 } Wish;
 
 /* The batch of a slot, and the one that is to follow when it ends, where nobody wants it any more.
@@ -65,13 +52,14 @@ typedef struct {
 typedef struct {
     BatchPlan *plan;
     Target *targets; /* where rows go */
-    int64_t *samples;      /* room for the numbers of two batches, of `rows` each, and for places of
-                              samples that are kept */
-    int64_t rows, next_item, under_way, refused, left_nbytes;
+    int64_t *samples;      /* room for the numbers of two batches, of `rows` each, and for the places
+                              where its samples are kept, or to be kept */
+    int64_t rows, next_item, under_way, refused, left_nbytes; /* TO_KEEP: next_item is a sample */
     Wish wish, following;
     int64_t begun_ns, work_ns; /* when it was begun; so far */
     int32_t state, is_planned, is_dropped, is_own; /* is_own: the consumer will fill it */
-    int32_t is_kept; /* it was planned to be read of memory */
+    int32_t is_kept;    /* it was planned to be read of memory */
+    int64_t generation; /* of what is kept, then */
 } Job;
 
 typedef struct {
@@ -85,7 +73,8 @@ typedef struct {
     int64_t start, step;
     const Column *table; /* an alias table, of which samples are drawn */
     int64_t num_columns, num_cores, is_remote; /* is_remote: other processes fill the batches */
-    const KeptSamples *kept; /* NULL: none are */
+    KeptSamples *kept; /* NULL: none are */
+    int64_t reads_files; /* else Python plans what is read of them */
     /* The core's: */
     pthread_mutex_t lock;
     pthread_cond_t work;
@@ -278,13 +267,12 @@ static int submit_wish(Queue *queue, int64_t slot, Wish *wish, const int64_t *sa
 
 /* Submit a batch, whose numbers are `samples`; NULL: they are those of `count` positions from `begin`
    on, or, with a `mapping` (else NULL), of what these are mapped to. `draw`: see draw_places. `is_own`:
-   the consumer will call fill_own_job. `from`: enum From. */
+   the consumer will call fill_own_job. */
 PUBLIC int64_t h5async_submit(Queue *queue, const int64_t *samples, const Mapping *mapping,
                               const uint64_t *draw, int64_t begin, int64_t count, int64_t slot,
-                              int64_t serial, int32_t needs_python, int32_t is_own, int32_t from)
+                              int64_t serial, int32_t needs_python, int32_t is_own)
 {
-    Wish wish = {.count = count, .serial = serial, .begin = begin, .needs_python = needs_python,
-                 .from = from};
+    Wish wish = {.count = count, .serial = serial, .begin = begin, .needs_python = needs_python};
     if (mapping != NULL)
         wish.mapping = *mapping;
     if (draw != NULL)
@@ -312,6 +300,14 @@ PUBLIC int64_t h5async_serial_at(Queue *queue, int64_t slot)
     return serial;
 }
 
+/* The end of what a batch consists of while threads take ranges of it: items, or samples to be kept. */
+static int64_t end_of_ranges(const Job *job)
+{
+    return job->state == TO_READ   ? job->plan->num_items
+           : job->state == TO_KEEP ? job->wish.count
+                                   : job->next_item;
+}
+
 static void end_job(Job *job)
 {
     job->wish.serial = -1, job->state = NO_JOB, job->is_dropped = 0;
@@ -332,8 +328,7 @@ PUBLIC int64_t h5async_drop(Queue *queue, int64_t slot, int64_t serial)
         job->following.serial = -1;
     } else if (job->wish.serial == serial && (job->state == IN_PLAN || job->under_way)) {
         job->is_dropped = 1;
-        if (job->state == TO_READ)
-            job->next_item = job->plan->num_items;
+        job->next_item = end_of_ranges(job);
     } else if (job->wish.serial == serial && is_free) {
         end_job(job);
     }
@@ -377,8 +372,7 @@ PUBLIC int64_t h5async_end_queue(Queue *queue)
 
 static int is_open(const Job *job)
 {
-    return job->state == TO_PLAN ||
-           (job->state == TO_READ && job->next_item < job->plan->num_items);
+    return job->state == TO_PLAN || job->next_item < end_of_ranges(job);
 }
 
 /* Note that another process has filled a batch, or that Python is to do the rest. */

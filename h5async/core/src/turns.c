@@ -152,8 +152,7 @@ static void submit_of_run(Turns *t, int64_t serial, InRun place)
     int64_t skipped = place.is_last ? epoch->last_skip : place.number * t->stride;
     Wish wish = {.count = place.is_last ? epoch->last_count : t->count,
                  .serial = serial,
-                 .begin = epoch->begin + skipped,
-                 .from = t->queue->kept ? FROM_MEMORY_IF_ALL : FROM_FILES};
+                 .begin = epoch->begin + skipped};
     if (epoch->mapping != NULL)
         wish.mapping = *epoch->mapping;
     if (epoch->draw != NULL)
@@ -174,8 +173,7 @@ static void submit_next(Turns *t)
         /* (While another thread waits, the worker is its own.) */
         int64_t begin = t->worker->trace && !t->is_inside ? now_ns() : 0;
         if (given != NULL) {
-            Wish wish = {.count = given->count, .serial = t->assigned,
-                         .from = t->queue->kept ? FROM_MEMORY_IF_ALL : FROM_FILES};
+            Wish wish = {.count = given->count, .serial = t->assigned};
             if (t->draw != NULL)
                 memcpy(wish.draw, t->draw, sizeof wish.draw);
             submit_wish(t->queue, t->slot_of[t->assigned % t->num_slots], &wish, given->samples, 1);

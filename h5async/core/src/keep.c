@@ -1,0 +1,147 @@
+/* Keeps rows in memory, for the batches of a reader that come later: those of each batch that was read
+   of files are copied there, sample by sample, in whatever order samples come. A batch all of whose
+   samples are kept is read of that.
+
+   Nobody waits for anybody: a sample is kept if its stamp is that of the generation. When their file has
+   changed, all are forgotten, as the generation changes; whoever was at it meanwhile leaves old stamps. */
+
+enum { GENERATION = 0, HAS_ALL, SEEN, MOST_STAMPS = 255 };
+
+/* Rows of samples that are kept in memory, in ascending order of samples. Python makes it, and changes
+   the state, too (fill/resident.py). */
+typedef struct {
+    const Field *fields; /* whose samples are places among those here */
+    Sources *sources;
+    const int64_t *numbers; /* [count], ascending: samples, or NULL: start + step * place */
+    int64_t start, step, count;
+    uint8_t *stamps; /* [count]: of the generation in which each was kept last; 0: in none */
+    int64_t *state;  /* the generation; that in which all were kept, and 1 more; generation *
+                        (count + 1) + place: all before that place are kept */
+} KeptSamples;
+
+/* Rows from `row` on, of so many samples. */
+typedef struct {
+    int64_t row, rows, samples;
+} Run;
+
+static uint8_t stamp_of(int64_t generation)
+{
+    return (uint8_t)(generation % MOST_STAMPS + 1);
+}
+
+static int64_t state_of(const KeptSamples *kept, int what)
+{
+    return __atomic_load_n(&kept->state[what], __ATOMIC_ACQUIRE);
+}
+
+static int is_stamped(const KeptSamples *kept, int64_t place, uint8_t stamp)
+{
+    return __atomic_load_n(&kept->stamps[place], __ATOMIC_ACQUIRE) == stamp;
+}
+
+/* Find the places of samples; 0: one has none. */
+static int find_kept(const KeptSamples *kept, const int64_t *samples, int64_t *places, int64_t count)
+{
+    int are_found = 1;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t low = -1, high = kept->count, place = (samples[i] - kept->start) / kept->step;
+        if (kept->numbers != NULL) {
+            FIND_LAST(low, high, at, kept->numbers[at] < samples[i])
+            place = low + 1;
+        }
+        are_found &= place >= 0 && place < kept->count;
+        places[i] = place;
+    }
+    return are_found;
+}
+
+/* Whether all samples at some places are kept in a generation. */
+static int are_kept(const KeptSamples *kept, const int64_t *places, int64_t count, int64_t generation)
+{
+    int64_t i = state_of(kept, HAS_ALL) == generation + 1 ? count : 0;
+    while (i < count && is_stamped(kept, places[i], stamp_of(generation)))
+        i++;
+    return i == count;
+}
+
+/* Where a row of a field is kept. */
+static uint8_t *place_of_kept(const KeptSamples *kept, const Field *f, int64_t row)
+{
+    const Layer *l = f->layers;
+    int64_t segment = find_segment(l, row, 0);
+    row = l->row[segment] + (row - l->first[segment]) * l->step[segment];
+    int64_t offset = offset_of_row(l, &f->shapes[l->shape[segment]], segment, row);
+    return (uint8_t *)(uintptr_t)kept->sources->sources[l->source[segment]].map + offset;
+}
+
+/* Which rows of a field samples `from` to `end` are, if they follow each other where they are kept. */
+static Run run_of_kept(const Field *f, const int64_t *places, int64_t from, int64_t end)
+{
+    if (f->spans != NULL) {
+        int64_t row = f->spans->starts[places[from]];
+        return (Run){row, f->spans->starts[places[from] + 1] - row, 1};
+    }
+    int64_t samples = 1; /* those of some have the step 0: they have a row in common */
+    if (f->layers->num_segments == 1 && f->layers->step[0] == 1)
+        while (from + samples < end && places[from + samples] == places[from] + samples)
+            samples++;
+    return (Run){places[from], samples, samples};
+}
+
+/* Keep the rows of samples `start` to `end` of a batch, if `is_valid`, and transform them. */
+static void keep_rows(const KeptSamples *kept, const Field *f, const Target *target,
+                      const int64_t *places, int64_t start, int64_t end, int is_valid)
+{
+    int64_t position = f->spans ? 0 : start, begin;
+    for (int64_t i = 0; f->spans && i < start; i++)
+        position += f->spans->starts[places[i] + 1] - f->spans->starts[places[i]];
+    begin = position;
+    for (int64_t i = start; i < end;) {
+        Run run = run_of_kept(f, places, i, end);
+        const uint8_t *from = target->raw + position * f->row_nbytes;
+        int64_t nbytes = run.rows * f->row_nbytes;
+        if (is_valid && nbytes && nbytes <= FEW_NBYTES)
+            copy_few(place_of_kept(kept, f, run.row), from, nbytes);
+        else if (is_valid && nbytes)
+            memcpy(place_of_kept(kept, f, run.row), from, (size_t)nbytes);
+        position += run.rows, i += run.samples;
+    }
+    if (f->transform != NULL && position > begin)
+        transform_run(f, target, begin, position - begin);
+}
+
+/* Note that samples at some places are kept, whose rows were all copied. */
+static void note_kept(KeptSamples *kept, const int64_t *places, int64_t count, int64_t generation)
+{
+    const uint8_t stamp = stamp_of(generation);
+    uint64_t several = 0x0101010101010101u * stamp, next;
+    atomic_thread_fence(memory_order_release);
+    for (int64_t i = 0; i < count; i++)
+        __atomic_store_n(&kept->stamps[places[i]], stamp, __ATOMIC_RELAXED);
+    atomic_thread_fence(memory_order_seq_cst); /* of two that note the last ones, one sees both */
+    int64_t size = kept->count + 1, seen = state_of(kept, SEEN);
+    int64_t at = seen / size == generation ? seen % size : 0;
+    for (; at + 8 <= kept->count; at += 8) {
+        memcpy(&next, kept->stamps + at, sizeof next);
+        if (next != several)
+            break;
+    }
+    while (at < kept->count && is_stamped(kept, at, stamp))
+        at++;
+    __atomic_store_n(&kept->state[SEEN], generation * size + at, __ATOMIC_RELEASE);
+    if (at == kept->count)
+        __atomic_store_n(&kept->state[HAS_ALL], generation + 1, __ATOMIC_RELEASE);
+}
+
+/* Keep samples `start` to `end` of a batch, of the generation in which it was planned, and transform
+   their rows, which so far are as read. */
+static void keep_samples(KeptSamples *kept, const Target *targets, int64_t num_fields,
+                         const int64_t *places, int64_t start, int64_t end, int64_t generation)
+{
+    int is_valid = state_of(kept, GENERATION) == generation;
+    for (int64_t i = 0; i < num_fields; i++)
+        if (kept->fields[i].row_nbytes > 0)
+            keep_rows(kept, &kept->fields[i], &targets[i], places, start, end, is_valid);
+    if (is_valid)
+        note_kept(kept, places + start, end - start, generation);
+}
