@@ -76,8 +76,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Tests that are named by ``::`` or -k run whole, unless H5ASYNC_TESTS is set.
 
-    Of a test's n cases, 1.5 sqrt(n) run, or as many as its mark ``sampled(count)`` says, and also
-    1.5 sqrt(n) of those that `cases.each` gives it; of the tests marked ``slow``, one in ten, with
+    Of a test's n cases, sqrt(n) run, or as many as its mark ``sampled(count)`` says, and also
+    sqrt(n) of those that `cases.each` gives it; of the tests marked ``slow``, one in ten, with
     one case of each kind. H5ASYNC_TESTS=all runs everything, and a number another sample.
     """
     by_name = "H5ASYNC_TESTS" not in os.environ
@@ -110,7 +110,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _few(count: int) -> int:
-    return min(count, math.ceil(1.5 * math.sqrt(count)))
+    return min(count, math.ceil(math.sqrt(count)))
 
 
 # --- GPU tests -----------------------------------------------------------------------------------

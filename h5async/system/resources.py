@@ -16,6 +16,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -106,7 +107,7 @@ def _of_machine(root: Path) -> MemoryLeft:
 def _of_process(root: Path) -> list[MemoryLeft]:
     if resource is None:
         return []
-    used = _sizes(root / "proc/self/status")
+    used: dict[str, int] | None = None
     found = []
     for kind, option, name in (
         (resource.RLIMIT_AS, "RLIMIT_AS (ulimit -v)", "VmSize"),
@@ -114,6 +115,7 @@ def _of_process(root: Path) -> list[MemoryLeft]:
     ):
         limit = resource.getrlimit(kind)[0]
         if limit != resource.RLIM_INFINITY:
+            used = _sizes(root / "proc/self/status") if used is None else used
             found.append(MemoryLeft(max(0, limit - used.get(name, 0)), option))
     return found
 
@@ -127,9 +129,10 @@ def _sizes(path: Path) -> dict[str, int]:
 def memory_left(root: Path = _ROOT) -> list[MemoryLeft]:
     """Return what each memory limit of this process's groups leaves, in any order."""
     found: list[MemoryLeft] = []
-    for folder in _groups("memory", root):
+    of_version_1, of_version_2 = _groups("memory", root)
+    for folder in of_version_1:
         found += _left_by(folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
-    for folder in _groups("", root):
+    for folder in of_version_2:
         for name in ("memory.max", "memory.high"):  # above "high" a process is slowed to a crawl
             found += _left_by(folder, name, "memory.current", "")
     return found
@@ -138,67 +141,82 @@ def memory_left(root: Path = _ROOT) -> list[MemoryLeft]:
 def cpu_quota(root: Path = _ROOT) -> float | None:
     """Return the CPU time limit of this process's groups, in cores; None if there is none."""
     quotas = []
-    for folder in _groups("cpu", root):
-        quotas.append((_number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")))
-    for folder in _groups("", root):
-        words = _text(folder / "cpu.max").split()  # "max 100000", or "50000 100000"
+    of_version_1, of_version_2 = _groups("cpu", root)
+    for folder in of_version_1:
+        quota = _number(f"{folder}/cpu.cfs_quota_us")
+        if quota is not None and quota > 0:
+            quotas.append((quota, _number(f"{folder}/cpu.cfs_period_us")))
+    for folder in of_version_2:
+        words = _text(f"{folder}/cpu.max").split()  # "max 100000", or "50000 100000"
         if len(words) == 2 and words[0].isdecimal() and words[1].isdecimal():
             quotas.append((int(words[0]), int(words[1])))
-    return min((q / period for q, period in quotas if q and q > 0 and period), default=None)
+    return min((q / period for q, period in quotas if q and period), default=None)
 
 
-def _left_by(folder: Path, limit: str, usage: str, prefix: str) -> Iterator[MemoryLeft]:
-    """Yield what a group's limit leaves; page cache counts as free, since it is reclaimable."""
-    pairs = re.findall(r"^(\S+) (\d+)$", _text(folder / "memory.stat"), re.MULTILINE)
+def _left_by(folder: str, limit: str, usage: str, prefix: str) -> Iterator[MemoryLeft]:
+    """Yield what a group's limit leaves; page cache counts as free, since it is reclaimable.
+
+    Version 1 has a `prefix`; its statistics include limits of groups above that a container cannot
+    see. Files are read only where there may be a limit: each takes some of a small reader's time.
+    """
+    least = _number(f"{folder}/{limit}")
+    if least is None and not prefix:
+        return
+    pairs = re.findall(r"^(\S+) (\d+)$", _text(f"{folder}/memory.stat"), re.MULTILINE)
     statistics = {name: int(count) for name, count in pairs}
     cached = [statistics.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive")]
-    # In version 1 this includes limits of groups above that a container cannot see.
-    limits = [_number(folder / limit), statistics.get("hierarchical_memory_limit")]
-    used = _number(folder / usage)
+    limits = [least, statistics.get("hierarchical_memory_limit")]
+    used = _number(f"{folder}/{usage}")
     least = min((n for n in limits if n is not None), default=None)
     if least is not None and used is not None:
-        yield MemoryLeft(max(0, least - max(0, used - sum(cached))), str(folder / limit))
+        yield MemoryLeft(max(0, least - max(0, used - sum(cached))), f"{folder}/{limit}")
 
 
-def _groups(controller: str, root: Path) -> Iterator[Path]:
-    """Yield the folders of this process's group and of the visible groups above it.
+def _groups(controller: str, root: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the folders of this process's groups and of the visible groups above them.
 
-    `controller` is one of version 1, or ``""`` for version 2.
+    First those of a `controller` of version 1, then those of version 2.
     """
-    path = _group(controller, root)
+    cgroup, mountinfo = _text(f"{root}/proc/self/cgroup"), _text(f"{root}/proc/self/mountinfo")
+    texts = str(root), cgroup, mountinfo
+    return _folders(controller, *texts), _folders("", *texts)
+
+
+@lru_cache(maxsize=16)
+def _folders(controller: str, root: str, cgroup: str, mountinfo: str) -> tuple[str, ...]:
+    """Return the folders of one hierarchy, of which the files' texts tell."""
+    path = _group(controller, cgroup)
     if path is None:
-        return
-    mounts = list(_mounts(controller, root))
-    is_found = False
+        return ()
+    mounts = list(_mounts(controller, Path(root), mountinfo))
+    found: list[Path] = []
     for group, mount in mounts:
         inside = os.path.relpath(path, group)
         folder = mount / inside
         # A ".." means that the group is not below the mounted one, or not in the namespace.
         if ".." in (*path.split("/"), *inside.split("/")) or not os.path.isdir(folder):
             continue
-        is_found = True
-        yield from (folder, *folder.parents[: len(folder.parts) - len(mount.parts)])
-    if not is_found:
-        # A container without its own namespace gets the group's path on the host, and may see only
-        # its own group, at the mount point.
-        yield from (mount for _, mount in mounts)
+        found += (folder, *folder.parents[: len(folder.parts) - len(mount.parts)])
+    # A container without its own namespace gets the group's path on the host, and may see only its
+    # own group, at the mount point.
+    return tuple(map(str, found or [mount for _, mount in mounts]))
 
 
-def _group(controller: str, root: Path) -> str | None:
-    for line in _text(root / "proc/self/cgroup").split("\n"):
+def _group(controller: str, cgroup: str) -> str | None:
+    for line in cgroup.split("\n"):
         number, controllers, path = [*line.split(":", 2), "", ""][:3]
         if controller in controllers.split(",") and (controller or number == "0"):
             return path or "/"
     return None
 
 
-def _mounts(controller: str, root: Path) -> Iterator[tuple[str, Path]]:
+def _mounts(controller: str, root: Path, mountinfo: str) -> Iterator[tuple[str, Path]]:
     """Yield the groups that are mounted of a hierarchy, and where.
 
     Of several on one folder, that is the last, which hides the others.
     """
     found = {}
-    for line in _text(root / "proc/self/mountinfo").split("\n"):
+    for line in mountinfo.split("\n"):
         if " - cgroup" not in line:
             continue
         start, _, rest = line.partition(" - ")
@@ -217,14 +235,14 @@ def _unescaped(word: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), word)
 
 
-def _text(path: Path) -> str:
+def _text(path: str | Path) -> str:
     """Return a file's text, decoded like file names; ``""`` if it cannot be read."""
     with suppressing(OSError, ValueError), open(path, "rb", buffering=0) as file:
         return os.fsdecode(file.read() or b"")
     return ""
 
 
-def _number(path: Path) -> int | None:
+def _number(path: str) -> int | None:
     """Return the number in a file; None if there is none (but "max", for example)."""
     with suppressing(ValueError):
         return int(_text(path))

@@ -87,7 +87,7 @@ static void plan_job(Queue *queue, Job *job, Worker *w)
         note_stage(w, PLANNING, begin, end);
     end_tracing(w);
     pthread_mutex_lock(&queue->lock);
-    w->done.plan_ns += end - begin, job->work_ns += end - begin;
+    add_done(&w->done.plan_ns, end - begin), job->work_ns += end - begin;
     job->next_item = job->is_planned && !job->is_dropped ? 0 : job->plan->num_items;
     job->under_way = job->refused = 0;
     job->state = TO_READ;

@@ -86,7 +86,7 @@ static int read_raw_lines(Call *call, const Piece *piece, const Runs *runs)
                           ? read_lines(call, p, call->offset + local * d->sample_stride + p->from,
                                        call->batch + position * d->row_nbytes, line)
                           : fail(call->w, NO_ROOM, -1, 0, room);
-            call->w->done.read_nbytes += is_good ? piece_nbytes(p) : 0;
+            add_done(&call->w->done.read_nbytes, is_good ? piece_nbytes(p) : 0);
         }
     free(line);
     end_stage(call->w, READING, &call->last_ns);
@@ -151,7 +151,8 @@ static int read_chunk(Call *call, int64_t cross, const Runs *runs, enum State st
         in = to;
         end_stage(w, READING, &call->last_ns);
     }
-    w->done.read_nbytes += raw && state == TO_SCRATCH ? raw_nbytes(d, &piece, runs) : stored;
+    add_done(&w->done.read_nbytes,
+             raw && state == TO_SCRATCH ? raw_nbytes(d, &piece, runs) : stored);
     if (!raw) {
         uint8_t *out = whole ? whole : state == TO_TARGET ? target : w->chunk;
         if (out == w->chunk && d->chunk_nbytes > w->chunk_nbytes)
@@ -159,8 +160,8 @@ static int read_chunk(Call *call, int64_t cross, const Runs *runs, enum State st
         if (!decode(d, w, in, stored, call->mask, out))
             return 0;
         in = out;
-        w->done.decoded_chunks++;
-        w->done.decoded_nbytes += d->chunk_nbytes;
+        add_done(&w->done.decoded_chunks, 1);
+        add_done(&w->done.decoded_nbytes, d->chunk_nbytes);
         end_stage(w, DECODING, &call->last_ns);
     }
     if (!whole) {

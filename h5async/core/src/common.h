@@ -188,6 +188,12 @@ typedef struct {
     int64_t read_nbytes, decoded_chunks, decoded_nbytes;
 } Done;
 
+/* Add to what a worker has done, which others may sum up meanwhile. Only the worker's thread does. */
+ALWAYS_INLINE void add_done(int64_t *of, int64_t more)
+{
+    __atomic_store_n(of, *of + more, __ATOMIC_RELAXED);
+}
+
 typedef struct Worker Worker;
 struct Worker {
     const Libraries *libraries;

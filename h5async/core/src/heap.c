@@ -294,7 +294,7 @@ static int copy_all(const HeapCall *c)
         if (h->is_text && memchr(c->out + position[i], 0, (size_t)nbytes[i]) != NULL)
             done = i, fail(c->w, HEAP_NUL, -1, 0, 0);
         else
-            c->w->done.read_nbytes += nbytes[i];
+            add_done(&c->w->done.read_nbytes, nbytes[i]);
     }
     if (done == count)
         return 1;

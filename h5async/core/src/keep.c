@@ -5,7 +5,7 @@
    Nobody waits for anybody: a sample is kept if its stamp is that of the generation. When their file has
    changed, all are forgotten, as the generation changes; whoever was at it meanwhile leaves old stamps. */
 
-enum { GENERATION = 0, HAS_ALL, SEEN, MOST_STAMPS = 255 };
+enum { GENERATION = 0, HAS_ALL, SEEN, NOTES, MOST_STAMPS = 255 };
 
 /* Rows of samples that are kept in memory, in ascending order of samples. Python makes it, and changes
    the state, too (fill/resident.py). */
@@ -14,9 +14,9 @@ typedef struct {
     Sources *sources;
     const int64_t *numbers; /* [count], ascending: samples, or NULL: start + step * place */
     int64_t start, step, count;
-    uint8_t *stamps; /* [count]: of the generation in which each was kept last; 0: in none */
+    uint8_t *stamps; /* [count], aligned to 8: of the generation in which each was kept last; 0: none */
     int64_t *state;  /* the generation; that in which all were kept, and 1 more; generation *
-                        (count + 1) + place: all before that place are kept */
+                        (count + 1) + place: all before that place are kept; how often some were noted */
 } KeptSamples;
 
 /* Rows from `row` on, of so many samples. */
@@ -49,7 +49,8 @@ static int find_kept(const KeptSamples *kept, const int64_t *samples, int64_t *p
             FIND_LAST(low, high, at, kept->numbers[at] < samples[i])
             place = low + 1;
         }
-        are_found &= place >= 0 && place < kept->count;
+        are_found &= place >= 0 && place < kept->count &&
+                     (kept->numbers ? kept->numbers[place] : kept->start + place * kept->step) == samples[i];
         places[i] = place;
     }
     return are_found;
@@ -114,18 +115,16 @@ static void keep_rows(const KeptSamples *kept, const Field *f, const Target *tar
 static void note_kept(KeptSamples *kept, const int64_t *places, int64_t count, int64_t generation)
 {
     const uint8_t stamp = stamp_of(generation);
-    uint64_t several = 0x0101010101010101u * stamp, next;
-    atomic_thread_fence(memory_order_release);
+    const uint64_t several = 0x0101010101010101u * stamp;
     for (int64_t i = 0; i < count; i++)
-        __atomic_store_n(&kept->stamps[places[i]], stamp, __ATOMIC_RELAXED);
-    atomic_thread_fence(memory_order_seq_cst); /* of two that note the last ones, one sees both */
+        __atomic_store_n(&kept->stamps[places[i]], stamp, __ATOMIC_RELEASE);
+    /* Of two that note the last ones, the one whose turn here is later sees both. */
+    __atomic_fetch_add(&kept->state[NOTES], 1, __ATOMIC_ACQ_REL);
     int64_t size = kept->count + 1, seen = state_of(kept, SEEN);
-    int64_t at = seen / size == generation ? seen % size : 0;
-    for (; at + 8 <= kept->count; at += 8) {
-        memcpy(&next, kept->stamps + at, sizeof next);
-        if (next != several)
-            break;
-    }
+    int64_t at = seen / size == generation ? seen % size & ~(int64_t)7 : 0;
+    while (at + 8 <= kept->count &&
+           __atomic_load_n((const uint64_t *)(kept->stamps + at), __ATOMIC_ACQUIRE) == several)
+        at += 8;
     while (at < kept->count && is_stamped(kept, at, stamp))
         at++;
     __atomic_store_n(&kept->state[SEEN], generation * size + at, __ATOMIC_RELEASE);

@@ -114,7 +114,7 @@ PUBLIC int64_t h5async_sum_done(Worker *const *newest, Done *sum)
     *sum = (Done){0};
     for (const Worker *w = *newest; w != NULL; w = w->older)
         for (size_t i = 0; i < sizeof *sum / sizeof(int64_t); i++)
-            ((int64_t *)sum)[i] += ((const int64_t *)&w->done)[i];
+            ((int64_t *)sum)[i] += __atomic_load_n((const int64_t *)&w->done + i, __ATOMIC_RELAXED);
     return 1;
 }
 

@@ -43,7 +43,7 @@ PUBLIC int64_t h5async_read_ranges(Sources *sources, Worker *w, const int64_t *o
             call.done = 0;
     }
     for (int64_t i = 0; i < call.done; i++)
-        w->done.read_nbytes += nbytes[i];
+        add_done(&w->done.read_nbytes, nbytes[i]);
     release_source(sources, source, &file);
     end_stage(w, READING, &since);
     end_tracing(w);

@@ -259,7 +259,7 @@ static int read_row_item(Work *work, const Field *f, const Target *target, const
     int64_t row_nbytes = is_memory(work->file) ? 0 : f->row_nbytes; /* that are read */
     int is_good = 1;
     if (copy_item(work, f, shape, target, item)) {
-        work->w->done.read_nbytes += (ranks.end - ranks.rank) * row_nbytes;
+        add_done(&work->w->done.read_nbytes, (ranks.end - ranks.rank) * row_nbytes);
         ranks.rank = ranks.end;
     }
     while (is_good && ranks.rank < ranks.end) {
@@ -269,7 +269,7 @@ static int read_row_item(Work *work, const Field *f, const Target *target, const
                     .unit = f->row_nbytes, .base = target->raw, .fill = shape->dataset.fill,
                     .itemsize = f->itemsize};
         is_good = read_row_pieces(work, f, shape, target, &p) == p.count;
-        work->w->done.read_nbytes += is_good ? block.rows * row_nbytes : 0;
+        add_done(&work->w->done.read_nbytes, is_good ? block.rows * row_nbytes : 0);
     }
     end_stage(work->w, READING, &work->last_ns);
     return is_good;

@@ -65,10 +65,11 @@ static NOINLINE void note_stage(Worker *w, enum Stage stage, int64_t begin, int6
 ALWAYS_INLINE void end_stage(Worker *w, enum Stage stage, int64_t *since)
 {
     int64_t now = now_ns(), taken = now - *since;
-    *(stage == DECODING       ? &w->done.decode_ns
-      : stage == PLACING      ? &w->done.place_ns
-      : stage == TRANSFORMING ? &w->done.transform_ns
-                              : &w->done.read_ns) += taken;
+    add_done(stage == DECODING       ? &w->done.decode_ns
+             : stage == PLACING      ? &w->done.place_ns
+             : stage == TRANSFORMING ? &w->done.transform_ns
+                                     : &w->done.read_ns,
+             taken);
     if (is_traced(w))
         note_stage(w, stage, *since, now);
     *since = now;
