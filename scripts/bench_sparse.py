@@ -10,11 +10,11 @@ are 1, and AnnData writes the file, raw or behind gzip, in the chunks that it ch
   chunks of 256 cells; ours reads the .h5ad as it is.
 - full: against AnnLoader over AnnData in backed mode.
 
-What no loader can pass, two threads do with nothing else to do. Window, gzip: they read and decode
-each chunk once, by `pread` and libdeflate, and copy no row. Full, gzip: of each batch of our order
-they read and decode the chunks that it touches, once. Raw: they copy the bytes of each row, in our
-order, to their places in a ring of batches, by `pread`, or out of a map, where a piece is fetched
-while the one before is copied; window: also whole chunks, in random order, to one batch's memory.
+What no loader can pass, two threads do with nothing else to do. Window: they read and decode each
+chunk once, by `pread` and libdeflate, and copy no row; raw, to memory of a batch's size, since each
+byte of a batch has to be written. Full: of each batch of random rows, they read and decode the
+chunks that it touches, once; raw, the bytes of each row, to their places in a batch. Raw, each is
+measured with `pread`, and copying out of a map.
 
 Needs anndata, scdataset and torch. Without annbatch, which needs Python 3.12, it is left out.
 """
@@ -27,7 +27,6 @@ import ctypes
 import functools
 import importlib.metadata
 import importlib.util
-import itertools
 import os
 import subprocess
 import tempfile
@@ -51,7 +50,7 @@ from h5async import AsyncReader
 from h5async.core.binding import find_functions
 
 GENES, DEPTH = 20_000, 1_900  # counts of a cell in the median: some 1,320 values
-THREADS, RING = 2, 2  # of each thread: batches in memory
+THREADS = 2
 MIXED = 4096  # cells that a window mixes
 BLOCK, CHUNK = 32, 256  # of scDataset and annbatch: cells that are read together
 STORED = {"raw": None, "gzip": "gzip"}
@@ -79,8 +78,6 @@ int64_t read_all(int fd, const char *map, const int64_t *offset, const int64_t *
     for (int64_t i = 0; i < count; i++) {
         size_t n = (size_t)nbytes[i], done;
         if (map != NULL) {
-            for (int64_t at = 0; i + 1 < count && at < nbytes[i + 1] && at < 1024; at += 64)
-                __builtin_prefetch(map + offset[i + 1] + at, 0, 2);
             memcpy(out + (place ? place[i] : 0), map + offset[i], n);
             continue;
         }
@@ -188,26 +185,27 @@ class Loops:
                 self._read(self.chunks[:, order[begin : begin + at_once]], places, memory)
                 yield round(at_once * self.chunk / mean)
 
-    def rows(
-        self, seed: int, is_mapped: bool, batch_size: int, plans: list[tuple[Any, Any]]
-    ) -> Iterator[int]:
-        """Read what plans of batches of rows say, to a ring of batches."""
-        room = 4 * self.chunk
-        if self.is_raw:
-            room = max(int(pieces[:, 1].sum()) for pieces, _ in plans)
-        ring = [self._memory(room, is_mapped) for _ in range(RING)]
-        for number in itertools.count():
-            self._read(*plans[(seed + number * THREADS) % len(plans)], ring[number % RING])
+    def random(self, seed: int, is_mapped: bool, batch_size: int) -> Iterator[int]:
+        """Read what batches of random rows need: their bytes, or chunks, each once a batch."""
+        rng, starts = np.random.default_rng(seed), self.indptr
+        room = 2 * batch_size * int(np.diff(starts).max()) if self.is_raw else self.chunk
+        memory = self._memory(4 * room, is_mapped)
+        while True:
+            rows = np.sort(rng.integers(starts.size - 1, size=batch_size))
+            begin, end = starts[rows], starts[rows + 1]
+            # Of each row: its part in the chunk where it begins, and in the next one. (No row is
+            # longer than a chunk.)
+            chunk = np.column_stack((begin, np.maximum(begin, end - 1))) // self.chunk
+            if not self.is_raw:
+                self._read(self.chunks[:, np.unique(chunk)], None, memory)
+            else:
+                self._read(*self._pieces(begin, end, chunk), memory)
             yield batch_size
 
-    def plan(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return what a batch of rows needs: bytes, and where these go; or chunks, each once."""
-        begin, end = self.indptr[rows], self.indptr[rows + 1]
-        # Of each row: its part in the chunk where it begins, and in the next one. (No row is longer
-        # than a chunk.)
-        chunk = np.column_stack((begin, np.maximum(begin, end - 1))) // self.chunk
-        if not self.is_raw:
-            return self.chunks[:, np.unique(chunk)].reshape(-1, 2), None
+    def _pieces(
+        self, begin: np.ndarray, end: np.ndarray, chunk: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return which bytes rows are, and where these go."""
         border = np.minimum(end, (chunk[:, 0] + 1) * self.chunk)
         parts = np.stack((np.column_stack((begin, border)), np.column_stack((border, end))), 1)
         first, behind = parts[..., 0].ravel(), parts[..., 1].ravel()
@@ -327,35 +325,26 @@ def check(reader: AsyncReader, cells: sp.csr_matrix) -> None:
     assert (batch.x.to_scipy() != cells[batch.index]).nnz == 0
 
 
-def rows_in_order(reader: AsyncReader) -> list[np.ndarray]:
-    """Return the cells of each batch of an epoch, in the order in which we read them."""
-    return [np.sort(batch.index) for batch in reader]
-
-
 def measure(bench: Bench, batch_size: int, cells: sp.csr_matrix) -> None:
     has_annbatch = importlib.util.find_spec("annbatch") is not None
     for (stored, shuffle), least in TARGETS.items():
         path = bench.folder / f"{stored}.h5ad"
-        loops = Loops(path)
+        loops, ways = Loops(path), {}
+        if shuffle == "window":
+            name, way = of_scdataset(path, batch_size, bench.options.seconds)
+            ways = {name: way} | bare(loops, "each chunk once", loops.once, batch_size)
+            targets = [("scDataset", name)]
+            if has_annbatch:
+                ways["annbatch"] = of_annbatch(bench.folder / "raw.h5ad", batch_size)
+                targets.append(("annbatch", "annbatch"))
+        else:
+            what = "random rows" if loops.is_raw else "chunks of random rows"
+            ways = {"AnnLoader": of_annloader(path, batch_size)}
+            ways |= bare(loops, what, loops.random, batch_size)
+            targets = [("AnnLoader", "AnnLoader")]
+        targets += [("bound", name) for name in ways if name.endswith(("pread", "map"))]
         with ours(path, shuffle, batch_size, cells) as reader:
             check(reader, cells)
-            plans = [loops.plan(rows) for rows in rows_in_order(reader)]
-            work = functools.partial(loops.rows, plans=plans)
-            what = "rows" if loops.is_raw else "chunks of random rows"
-            if shuffle == "window":
-                name, way = of_scdataset(path, batch_size, bench.options.seconds)
-                ways, targets = {name: way}, [("scDataset", name)]
-                ways |= bare(loops, "each chunk once", loops.once, batch_size)
-                if loops.is_raw:
-                    ways |= bare(loops, what, work, batch_size)
-                if has_annbatch:
-                    ways["annbatch"] = of_annbatch(bench.folder / "raw.h5ad", batch_size)
-                    targets.append(("annbatch", "annbatch"))
-            else:
-                ways = {"AnnLoader": of_annloader(path, batch_size)}
-                ways |= bare(loops, what, work, batch_size)
-                targets = [("AnnLoader", "AnnLoader")]
-            targets += [("bound", name) for name in ways if name.endswith(("pread", "map"))]
             ways["ours"] = paced(reader_sizes(reader))
             bench.measure(
                 f"{stored}, {shuffle}, {batch_size}",
