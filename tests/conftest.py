@@ -56,17 +56,11 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Collect without the garbage collector, and keep it away from what was collected.
-
-    It would go through all tests, and all modules that they import, again and again: also each
-    time that a test asks it for what the test itself let go of.
-    """
+    """Collect without the garbage collector, which would go through all tests again and again."""
     gc.disable()
     try:
         return (yield)
     finally:
-        gc.collect()
-        gc.freeze()
         gc.enable()
 
 
