@@ -125,7 +125,8 @@ class BatchReader:
             new = self._collection.new_batch
             self._batches = [self._batches_of(new, slot, slots.rows) for slot in slots.memory]
         # Whether `read_rows` reads what the core alone can, and plans for it.
-        self._reads_at_once = self._reads_alone and self.transforms_all and self.far is None
+        transforms_all = self._transforms_all(self._collection)
+        self._reads_at_once = self._reads_alone and transforms_all and self.far is None
         self._spare: list[Reading] = []
         self._ahead: _Batches | None = None  # plans of batches that are fetched ahead
         self._has_heaps = any(layout.heaps for layout in self._layouts)
@@ -197,7 +198,9 @@ class BatchReader:
 
         If they are kept in memory, as it keeps them, or reads them there.
         """
-        collection = self._collection if self._kept is None else self._kept
+        return self._transforms_all(self._collection if self._kept is None else self._kept)
+
+    def _transforms_all(self, collection: Collection | None) -> bool:
         done = collection.tables.transforms if collection else []
         pairs = zip(done, self.row_transforms, strict=True)
         return all(is_done or transform.is_identity for is_done, transform in pairs)

@@ -274,6 +274,20 @@ def test_the_core_alone_keeps_rows_of_all_kinds(tmp_path, monkeypatch, num_threa
         assert "100 % of the samples" in reader.stats().cache
 
 
+@pytest.mark.parametrize("epochs", [0, 2])
+def test_given_samples_of_a_reader_that_keeps_rows_as_they_are_stored(path, epochs):
+    rows = np.random.default_rng(2).integers(0, 256, (N, 3), np.uint8)
+    with h5py.File(path, "a") as file:
+        file["rows"] = rows  # which the core makes floats of: here as it keeps them
+    fields = {"rows": Field("rows", dtype="float32")}
+    with AsyncReader(hdf5_path=path, fields=fields, batch_size=BATCH, cache="host") as reader:
+        for _ in range(epochs):
+            for _ in reader:
+                pass
+        for index in ([3], [7, 0, 49, 7], np.arange(40)):
+            assert np.array_equal(reader.read(index).rows, rows[index].astype(np.float32))
+
+
 def test_stamps_of_generations_long_ago_are_not_taken_for_new_ones():
     residency, index = Residency(Selection(0, 1, 5), 0, "host"), np.arange(5)
     residency.add(index[:3], residency.generation)
