@@ -125,8 +125,9 @@ class BatchReader:
             new = self._collection.new_batch
             self._batches = [self._batches_of(new, slot, slots.rows) for slot in slots.memory]
         # Whether `read_rows` reads what the core alone can, and plans for it.
-        transforms_all = self._transforms_all(self._collection)
-        self._reads_at_once = self._reads_alone and transforms_all and self.far is None
+        self._reads_at_once = (
+            self._reads_alone and self.far is None and self._transforms_all(self._collection)
+        )
         self._spare: list[Reading] = []
         self._ahead: _Batches | None = None  # plans of batches that are fetched ahead
         self._has_heaps = any(layout.heaps for layout in self._layouts)
