@@ -193,6 +193,9 @@ class BatchQueue:
         `Turns.fill_own`, so that no thread is woken for it if it is cheap.
         """
         begin, count, mapping, samples, draw = numbers
+        samples_of_slots = self._samples  # another thread may close the queue meanwhile
+        if not samples_of_slots:
+            return
         if mapping is not self._mapping:
             self._mapping_at = None if mapping is None else address(mapping)
             self._mapping = mapping

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -279,3 +281,21 @@ def test_what_a_reader_took_that_could_not_be_made_is_given_back(path, monkeypat
     with pytest.raises(OutOfMemoryError):
         opened(path)
     assert len(closed) == 1
+
+
+def test_memory_outlives_a_submission_that_another_thread_closes(path, monkeypatch):
+    with opened(path, num_threads=0) as reader:
+        reader.fetch_data()
+        queue = reader._engine.ring.completions._queue
+        memory, core = weakref.ref(queue._samples[0]), queue._core
+
+        def submit(*arguments: Any) -> int:
+            queue.close()
+            assert memory() is not None
+            return core.submit(*arguments)
+
+        monkeypatch.setattr(queue, "_core", SimpleNamespace(submit=submit))
+        queue.submit(0, 0, (0, 1, None, None, None), False)
+        monkeypatch.undo()
+        assert memory() is None
+        queue.submit(0, 0, (0, 1, None, None, None), False)  # of a closed one: nothing is written
