@@ -305,6 +305,7 @@ def test_stamps_of_generations_long_ago_are_not_taken_for_new_ones():
     assert "100 %" in str(residency)
 
 
+@pytest.mark.skipif(load_core() is None, reason="needs the compiled core")
 @pytest.mark.filterwarnings("ignore::h5async.FileChangedWarning")
 @pytest.mark.parametrize("num_threads", [0, 2])
 def test_rows_are_forgotten_while_the_core_takes_them(path, num_threads):
