@@ -275,6 +275,7 @@ class Once(Flag):
                     self.has_begun = is_ours = True
             if is_ours:
                 work()
+                self.set()  # here, too: interrupted below, it would never be set
         except BaseException as error:
             if is_ours and interruption(error) is not None:
                 self.has_begun = False

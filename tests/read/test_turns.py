@@ -31,6 +31,7 @@ from h5async import (
     SparseField,
 )
 from h5async.core.binding import load_core
+from h5async.fill.pool import Workers
 from h5async.order.window import WindowOrder
 
 pytestmark = pytest.mark.skipif(load_core() is None, reason="needs the compiled core")
@@ -575,27 +576,66 @@ def refuses_a_second_thread(reader: AsyncReader, is_waiting: Any, go_on: Any) ->
     assert reader.get_next_batch().number == found[0].number + 1
 
 
+@contextmanager
+def leaving_a_batch_to_threads(reader: AsyncReader) -> Iterator[Any]:
+    """Have the consumer wait in the core for a single thread, which sleeps until the end."""
+    for _ in range(20):
+        reader.get_next_batch()
+    assert taken(reader)
+    submissions = reader._engine.filler.submissions  # type: ignore[union-attr]
+    queue = submissions._queue._struct
+    queue.fill_ns = 10**9  # so that the consumer leaves batches to the thread
+    while queue.num_idle < 1:
+        time.sleep(0)
+    queue.spinners = 1  # and this is not woken, as if another one was awake
+    submissions.put(True)  # it may have been woken before, and not have run yet
+    while queue.tickets or queue.num_idle < 1:
+        time.sleep(0)
+    yield reader._engine.ring.turns.is_inside  # type: ignore[union-attr]
+    queue.spinners = 0
+
+
 def test_a_second_thread_while_one_waits_in_the_core(path):
     with opened(path, num_threads=1, prefetch=1) as reader:
-        for _ in range(20):
-            reader.get_next_batch()
-        assert taken(reader)
         submissions = reader._engine.filler.submissions  # type: ignore[union-attr]
-        queue = submissions._queue._struct
-        queue.fill_ns = 10**9  # so that the consumer leaves batches to the thread
-        while queue.num_idle < 1:
-            time.sleep(0)
-        queue.spinners = 1  # and this is not woken, as if another one was awake
-        submissions.put(True)  # it may have been woken before, and not have run yet
-        while queue.tickets or queue.num_idle < 1:
-            time.sleep(0)
-        is_inside = reader._engine.ring.turns.is_inside  # type: ignore[union-attr]
+        with leaving_a_batch_to_threads(reader) as is_inside:
+            queue = submissions._queue._struct
 
-        def go_on() -> None:
-            queue.spinners = 0
-            submissions.put(True)
+            def go_on() -> None:
+                queue.spinners = 0
+                submissions.put(True)
 
-        refuses_a_second_thread(reader, is_inside, go_on)
+            refuses_a_second_thread(reader, is_inside, go_on)
+
+
+def test_a_signal_as_the_loop_leaves_a_reader_that_another_thread_closes(path, monkeypatch):
+    """What the handler raises comes out, and who closes does not wait for ever."""
+    leave, struck = Workers._leave, list[None]()
+
+    def strike(*arguments: Any) -> None:
+        if threading.current_thread() is consumer and not struck:
+            struck.append(None)
+            raise KeyboardInterrupt
+        leave(*arguments)
+
+    def consume() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            reader.get_next_batch()
+        came_out.set()
+
+    came_out, reader = threading.Event(), opened(path, num_threads=1, prefetch=1)
+    consumer = threading.Thread(target=consume, daemon=True)
+    closer = threading.Thread(target=reader.close, daemon=True)
+    with leaving_a_batch_to_threads(reader) as is_inside:
+        monkeypatch.setattr(Workers, "_leave", strike)
+        consumer.start()
+        while not is_inside():
+            time.sleep(0)
+        closer.start()
+        assert came_out.wait(DEADLOCK_SECONDS)
+    closer.join(DEADLOCK_SECONDS)
+    assert not closer.is_alive()
+    reader.close()
 
 
 def test_a_second_thread_while_one_waits_for_python(path):

@@ -28,7 +28,7 @@ from h5async import AsyncReader, Field
 from h5async.index.metadata import list_layouts
 from h5async.io.source import owned
 from h5async.system import interruptions
-from h5async.system.interruptions import call_when_gone
+from h5async.system.interruptions import Once, call_when_gone
 
 N = 64
 PACKAGE = str(Path(h5async.__file__).parent)
@@ -541,6 +541,21 @@ def test_functions_are_called_when_objects_are_gone():
     gc.collect()
     assert calls == ["second", "first", "ring"]
     assert len(interruptions._references) == before - 3
+
+
+def test_a_signal_as_something_done_once_is_told(monkeypatch):
+    """Who waits for it is woken."""
+    calls, once, tell = [], Once(), Once.set
+
+    def strike(once):
+        monkeypatch.setattr(Once, "set", tell)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Once, "set", strike)
+    with pytest.raises(KeyboardInterrupt):
+        once.do(lambda: calls.append(1))
+    assert once.wait_set(0)
+    assert calls == [1]
 
 
 # --- traces, and samples read at once -------------------------------------------------------------

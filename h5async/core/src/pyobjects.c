@@ -20,6 +20,8 @@ extern Object *PySlice_New(Object *start, Object *stop, Object *step);
 extern Object *PyObject_GetItem(Object *object, Object *key);
 extern Object *PySequence_Concat(Object *one, Object *other);
 extern void PyErr_Clear(void);
+extern void PyErr_Fetch(Object **type, Object **value, Object **traceback);
+extern void PyErr_Restore(Object *type, Object *value, Object *traceback);
 extern Object *PyLong_FromLongLong(long long value);
 extern long long PyLong_AsLongLong(Object *object);
 extern Object *PyBool_FromLong(long value);

@@ -5,6 +5,7 @@
    held. */
 
 enum { MAX_WAITS = 4096, MAX_GIVEN = 16, MAX_ENDS = 257 }; /* read/queue.py declares them, too */
+enum { MOST_TELLING = 8 }; /* signals that come as something is told */
 enum { FEW_WAITS = MAX_WAITS / (MAX_ENDS - 1) }; /* of epochs whose waits are kept as long as they are */
 
 /* The batches of an epoch: the first ones are at positions from `begin` on; the last one has
@@ -241,16 +242,25 @@ static enum Help help_or_wait(Turns *t, Job *job, Job **helped_last, int may_wai
     return may_sleep ? LOOKS_AGAIN : HAS_NOT_WAITED;
 }
 
-/* Tell who has closed the reader meanwhile that all have left it. Returns 0 if that raised. */
+/* Tell who has closed the reader meanwhile that all have left it. Returns 0 if that raised: a signal
+   handler, say, before anything was told. So it is told again; else who closes would wait for ever. */
 static int tell_left(Turns *t)
 {
-    Object *on_left = t->is_lent ? NULL : t->on_left, *result = NULL;
+    Object *on_left = t->is_lent ? NULL : t->on_left, *error[3];
     if (on_left == NULL || t->is_inside || t->num_reading)
         return 1;
     t->on_left = NULL;
-    result = PyObject_CallFunctionObjArgs(on_left, NULL);
-    Py_DecRef(result);
-    return result != NULL;
+    Py_IncRef(on_left); /* its owner may be gone by the second time */
+    Object *result = PyObject_CallFunctionObjArgs(on_left, NULL);
+    int is_told = result != NULL;
+    PyErr_Fetch(&error[0], &error[1], &error[2]);
+    for (int tries = 1; result == NULL && tries < MOST_TELLING; tries++) {
+        PyErr_Clear();
+        result = PyObject_CallFunctionObjArgs(on_left, NULL);
+    }
+    PyErr_Restore(error[0], error[1], error[2]); /* the first one, which replaces others */
+    Py_DecRef(result), Py_DecRef(on_left);
+    return is_told;
 }
 
 /* Wait for the next batch. Returns 1 where it is there; 0 where Python is to go on; -1: it raised. */
