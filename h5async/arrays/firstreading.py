@@ -53,11 +53,7 @@ class Stored(NamedTuple):
     def of(cls, node: h5py.h5d.DatasetID, known: Known) -> Stored:
         """Return it of an open dataset; external files are virtual storage here."""
         datatype = node.get_type()
-        facts = None
-        for other, found in known:
-            if other == datatype:
-                facts = found
-                break
+        facts = next((facts for other, facts in known if other == datatype), None)
         if facts is None:
             dtype = node.dtype
             facts = dtype, dtype.kind in "iuf" and bool(h5py.h5t.py_create(dtype) == datatype)

@@ -21,13 +21,7 @@ from h5async.arrays.boxreading import (
 )
 from h5async.arrays.firstreading import COPIED_NBYTES, OpenDataset, Stored, read_at_once
 from h5async.arrays.handle import Handle
-from h5async.arrays.selections import (
-    Box,
-    Selection,
-    box_of,
-    key_of,
-    selection_of,
-)
+from h5async.arrays.selections import Box, Selection, box_of, key_of, selection_of
 from h5async.core.binding import load_core
 from h5async.errors import (
     BudgetError,

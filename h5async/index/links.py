@@ -33,7 +33,7 @@ from h5async.io.obstoreclient import WEB
 from h5async.io.source import FileStamp, IoMode
 from h5async.io.stores import absolute_name, open_hdf5, settled_stamp, store_of
 from h5async.spelling import name_bytes, name_text, named
-from h5async.system.interruptions import interruption, suppressing
+from h5async.system.interruptions import suppressing
 from h5async.system.resources import free_memory
 
 _MAX_LINKS = 32  # per path; HDF5 stops at 16
@@ -391,11 +391,8 @@ def below(parent: str, path: str) -> str:
 
 def _link_type(group: h5py.h5g.GroupID, name: bytes) -> int | None:
     """Return the type of a link, or None; raises any exception if the group is damaged."""
-    try:
+    with suppressing(Exception):
         return int(group.links.get_info(name).type)
-    except Exception as error:
-        if interruption(error) is not None:
-            raise
     return int(group.links.get_info(name).type) if group.links.exists(name) else None
 
 
