@@ -12,7 +12,7 @@ import ctypes
 import itertools
 import math
 import operator
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import h5py
@@ -23,7 +23,8 @@ from h5async.arrays.selections import Selection, parts_of_box
 from h5async.codec.filters import Filter
 from h5async.core.binding import MAX_RANK, load_core
 from h5async.index.chunks import filters_of
-from h5async.index.hdf5 import edges_are_raw, stored_nbytes
+from h5async.index.hdf5 import edges_are_raw, function_address
+from h5async.index.visits import LOOK_UP
 from h5async.io.source import Source
 from h5async.io.stores import LocalSource
 from h5async.read.coretables import Scratch, encoded_room
@@ -177,30 +178,28 @@ def _decoded(
     pipeline = _pipeline(stored.filters)
     if not is_possible or pipeline is None or chunk is None:
         return None
-    if selection.shape == shape == chunk and math.prod(shape) * dtype.itemsize <= _DECODED_NBYTES:
-        whole = np.empty(shape, dtype)
-        return whole if _decode(node, stored, (0,) * len(shape), pipeline, whole) else None
     box = selection.bounds
     cells = [
         range(begin // n, (begin + (size - 1) * step) // n + 1)
         for begin, size, step, n in zip(*box[:3], chunk, strict=True)
     ]
-    extents = [len(some) * n for some, n in zip(cells, chunk, strict=True)]
-    count = math.prod(map(len, cells))
-    if count > _MOST_CHUNKS or math.prod(extents) * dtype.itemsize > _DECODED_NBYTES:
+    numbers = list(map(len, cells))
+    count = math.prod(numbers)
+    if count > _MOST_CHUNKS or count * math.prod(chunk) * dtype.itemsize > _DECODED_NBYTES:
         return None
     ends = [some.stop * n for some, n in zip(cells, chunk, strict=True)]
     if any(map(operator.gt, ends, shape)) and edges_are_raw(node.get_create_plist()):
         return None
-    whole = np.empty(extents, dtype)
-    for cell in itertools.product(*cells):
-        corner = tuple(map(operator.mul, cell, chunk))
-        to = whole if count == 1 else np.empty(chunk, dtype)
-        if not _decode(node, stored, corner, pipeline, to):
-            return None
-        if count > 1:
-            at = [(c - some.start) * n for c, some, n in zip(cell, cells, chunk, strict=True)]
-            whole[tuple(slice(a, a + n) for a, n in zip(at, chunk, strict=True))] = to
+    whole = np.empty((count, *chunk), dtype)
+    corners = [
+        c * n for cell in itertools.product(*cells) for c, n in zip(cell, chunk, strict=True)
+    ]
+    if not _decode(node, corners, pipeline, len(stored.filters), whole):
+        return None
+    if count > numbers[0]:  # chunks that are neighbours along other dimensions are not so in memory
+        axes = [at + part * len(chunk) for at in range(len(chunk)) for part in range(2)]
+        whole = whole.reshape(*numbers, *chunk).transpose(axes)
+    whole = whole.reshape(list(map(operator.mul, numbers, chunk)))
     if whole.shape == selection.shape:
         return whole
     begin = [b - some.start * n for b, some, n in zip(box.begin, cells, chunk, strict=True)]
@@ -211,22 +210,34 @@ def _decoded(
 
 def _decode(
     node: h5py.h5d.DatasetID,
-    stored: Stored,
-    corner: tuple[int, ...],
+    corners: list[int],
     pipeline: Any,
+    num_filters: int,
     out: NDArray[Any],
 ) -> bool:
-    """Decode a chunk to an array of its size; False if it is not stored, or damaged."""
-    core = load_core()
-    if core is None or not 0 < stored_nbytes(node, corner) <= _ENCODED_NBYTES:
+    """Decode chunks to an array of them; False if one is not stored, or damaged."""
+    core, functions = load_core(), _functions()
+    if core is None or not all(functions):
         return False
-    mask, encoded = node.read_direct_chunk(corner)
     try:
         scratch = _scratches.pop()
     except IndexError:
-        scratch = Scratch.allocate(0, 0, _ENCODED_NBYTES)
+        scratch = Scratch.allocate(_ENCODED_NBYTES, 0, _ENCODED_NBYTES)
     worker = ctypes.byref(scratch.worker(core).struct)
-    numbers = len(stored.filters), len(encoded), mask, out.nbytes
-    is_done = core.decode(pipeline, worker, encoded, _memory(out), *numbers)  # type: ignore[arg-type]
+    count, *chunk = out.shape
+    found = (ctypes.c_int64 * (2 * count))()
+    where = (ctypes.c_uint64 * len(corners))(*corners)
+    with h5py._objects.phil:
+        done = core.fetch_chunks(worker, *functions, node.id, where, len(chunk), count, found)
+    if done:
+        to = _memory(out), num_filters, found, count, out.nbytes // count  # type: ignore[arg-type]
+        done = core.decode_fetched(pipeline, worker, *to)
     _scratches.append(scratch)
-    return bool(is_done)
+    return bool(done)
+
+
+@cache
+def _functions() -> tuple[int, int]:
+    """Return the addresses of HDF5's functions that look chunks up, and read them; 0: unknown."""
+    read = function_address("H5Dread_chunk1") or function_address("H5Dread_chunk")
+    return function_address(LOOK_UP), read
