@@ -32,10 +32,15 @@ from h5async.read.coretables import Scratch, encoded_room
 # What HDF5 copies in about the time in which it opens a file, and what one thread decodes in it.
 COPIED_NBYTES, _DECODED_NBYTES, _MOST_CHUNKS = 8 << 20, 1 << 20, 32
 _ENCODED_NBYTES = encoded_room(_DECODED_NBYTES)  # at most
-_KNOWN = 4  # datatypes that many datasets of a file have
+_KNOWN, _KEY_NBYTES = 64, 4096  # datasets of a file that are stored unlike; what tells them apart
+# `AskHDF5` of the core
+_ASKED = (
+    "H5Dget_type H5Dget_create_plist H5Dget_space H5Dget_offset H5Idec_ref H5Tencode H5Pget_layout"
+    " H5Pget_chunk H5Pget_external_count H5Pget_nfilters H5Pget_filter2 H5Sget_simple_extent_dims"
+    " H5Sget_simple_extent_type"
+).split()
 _memory = (ctypes.c_char * 1).from_buffer  # of an array; sooner than its address
 _scratches: list[Scratch] = []
-Known = list[tuple[h5py.h5t.TypeID, tuple[np.dtype[Any], bool]]]  # what datatypes are to NumPy
 
 
 class Stored(NamedTuple):
@@ -51,29 +56,56 @@ class Stored(NamedTuple):
     filters: tuple[Filter, ...] = ()
 
     @classmethod
-    def of(cls, node: h5py.h5d.DatasetID, known: Known) -> Stored:
+    def of(cls, node: h5py.h5d.DatasetID) -> Stored:
         """Return it of an open dataset; external files are virtual storage here."""
-        datatype = node.get_type()
-        facts = next((facts for other, facts in known if other == datatype), None)
-        if facts is None:
-            dtype = node.dtype
-            facts = dtype, dtype.kind in "iuf" and bool(h5py.h5t.py_create(dtype) == datatype)
-            if not dtype.hasobject:  # HDF5 takes strings of other character sets for the same
-                known[:] = [(datatype, facts), *known[: _KNOWN - 1]]
+        dtype = node.dtype
+        is_numpys = dtype.kind in "iuf" and bool(h5py.h5t.py_create(dtype) == node.get_type())
         if node.get_offset() is not None:  # which only contiguous values in this file have
-            return cls(*facts, h5py.h5d.CONTIGUOUS)
+            return cls(dtype, is_numpys, h5py.h5d.CONTIGUOUS)
         plist = node.get_create_plist()
         storage = plist.get_layout()
         if storage == h5py.h5d.CHUNKED:
-            return cls(*facts, storage, plist.get_chunk(), filters_of(plist))
+            return cls(dtype, is_numpys, storage, plist.get_chunk(), filters_of(plist))
         if storage == h5py.h5d.CONTIGUOUS and plist.get_external_count() > 0:
             storage = h5py.h5d.VIRTUAL
-        return cls(*facts, storage)
+        return cls(dtype, is_numpys, storage)
 
     @property
     def is_elsewhere(self) -> bool:
         """Whether other datasets or files hold the values."""
         return bool(self.storage == h5py.h5d.VIRTUAL)
+
+
+@cache
+def _asked() -> Any:
+    found = list(map(function_address, _ASKED))
+    return (ctypes.c_void_p * len(found))(*found) if all(found) else None
+
+
+def described(
+    node: h5py.h5d.DatasetID, known: dict[bytes, Stored]
+) -> tuple[Stored, tuple[int, ...] | None] | None:
+    """Return how a dataset is stored, and its shape, by one call; None if h5py has to be asked.
+
+    `known` keeps what datasets were, by what the core says of them: most of a file are alike.
+    """
+    core, functions = load_core(), _asked()
+    if core is None or functions is None:
+        return None
+    shape, key = (ctypes.c_int64 * 33)(), ctypes.create_string_buffer(_KEY_NBYTES)
+    with h5py._objects.phil:
+        nbytes = core.describe(functions, node.id, shape, key, _KEY_NBYTES)
+    if not nbytes:
+        return None
+    facts = ctypes.string_at(key, nbytes)
+    stored = known.get(facts)
+    if stored is None:
+        stored = Stored.of(node)
+        if len(known) >= _KNOWN:
+            known.clear()
+        known[facts] = stored
+    rank = shape[0]
+    return stored, None if rank < 0 else tuple(shape[1 : 1 + rank])
 
 
 def read_at_once(
