@@ -12,7 +12,7 @@ import ctypes
 import itertools
 import math
 import operator
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import h5py
@@ -23,7 +23,8 @@ from h5async.arrays.selections import Selection, parts_of_box
 from h5async.codec.filters import Filter
 from h5async.core.binding import MAX_RANK, load_core
 from h5async.index.chunks import filters_of
-from h5async.index.hdf5 import edges_are_raw, stored_nbytes
+from h5async.index.hdf5 import edges_are_raw, function_address
+from h5async.index.visits import LOOK_UP
 from h5async.io.source import Source
 from h5async.io.stores import LocalSource
 from h5async.read.coretables import Scratch, encoded_room
@@ -31,10 +32,15 @@ from h5async.read.coretables import Scratch, encoded_room
 # What HDF5 copies in about the time in which it opens a file, and what one thread decodes in it.
 COPIED_NBYTES, _DECODED_NBYTES, _MOST_CHUNKS = 8 << 20, 1 << 20, 32
 _ENCODED_NBYTES = encoded_room(_DECODED_NBYTES)  # at most
-_KNOWN = 4  # datatypes that many datasets of a file have
+_KNOWN, _KEY_NBYTES = 64, 4096  # datasets of a file that are stored unlike; what tells them apart
+# `AskHDF5` of the core
+_ASKED = (
+    "H5Dget_type H5Dget_create_plist H5Dget_space H5Dget_offset H5Idec_ref H5Tencode H5Pget_layout"
+    " H5Pget_chunk H5Pget_external_count H5Pget_nfilters H5Pget_filter2 H5Sget_simple_extent_dims"
+    " H5Sget_simple_extent_type"
+).split()
 _memory = (ctypes.c_char * 1).from_buffer  # of an array; sooner than its address
 _scratches: list[Scratch] = []
-Known = list[tuple[h5py.h5t.TypeID, tuple[np.dtype[Any], bool]]]  # what datatypes are to NumPy
 
 
 class Stored(NamedTuple):
@@ -50,29 +56,56 @@ class Stored(NamedTuple):
     filters: tuple[Filter, ...] = ()
 
     @classmethod
-    def of(cls, node: h5py.h5d.DatasetID, known: Known) -> Stored:
+    def of(cls, node: h5py.h5d.DatasetID) -> Stored:
         """Return it of an open dataset; external files are virtual storage here."""
-        datatype = node.get_type()
-        facts = next((facts for other, facts in known if other == datatype), None)
-        if facts is None:
-            dtype = node.dtype
-            facts = dtype, dtype.kind in "iuf" and bool(h5py.h5t.py_create(dtype) == datatype)
-            if not dtype.hasobject:  # HDF5 takes strings of other character sets for the same
-                known[:] = [(datatype, facts), *known[: _KNOWN - 1]]
+        dtype = node.dtype
+        is_numpys = dtype.kind in "iuf" and bool(h5py.h5t.py_create(dtype) == node.get_type())
         if node.get_offset() is not None:  # which only contiguous values in this file have
-            return cls(*facts, h5py.h5d.CONTIGUOUS)
+            return cls(dtype, is_numpys, h5py.h5d.CONTIGUOUS)
         plist = node.get_create_plist()
         storage = plist.get_layout()
         if storage == h5py.h5d.CHUNKED:
-            return cls(*facts, storage, plist.get_chunk(), filters_of(plist))
+            return cls(dtype, is_numpys, storage, plist.get_chunk(), filters_of(plist))
         if storage == h5py.h5d.CONTIGUOUS and plist.get_external_count() > 0:
             storage = h5py.h5d.VIRTUAL
-        return cls(*facts, storage)
+        return cls(dtype, is_numpys, storage)
 
     @property
     def is_elsewhere(self) -> bool:
         """Whether other datasets or files hold the values."""
         return bool(self.storage == h5py.h5d.VIRTUAL)
+
+
+@cache
+def _asked() -> Any:
+    found = list(map(function_address, _ASKED))
+    return (ctypes.c_void_p * len(found))(*found) if all(found) else None
+
+
+def described(
+    node: h5py.h5d.DatasetID, known: dict[bytes, Stored]
+) -> tuple[Stored, tuple[int, ...] | None] | None:
+    """Return how a dataset is stored, and its shape, by one call; None if h5py has to be asked.
+
+    `known` keeps what datasets were, by what the core says of them: most of a file are alike.
+    """
+    core, functions = load_core(), _asked()
+    if core is None or functions is None:
+        return None
+    shape, key = (ctypes.c_int64 * 33)(), ctypes.create_string_buffer(_KEY_NBYTES)
+    with h5py._objects.phil:
+        nbytes = core.describe(functions, node.id, shape, key, _KEY_NBYTES)
+    if not nbytes:
+        return None
+    facts = ctypes.string_at(key, nbytes)
+    stored = known.get(facts)
+    if stored is None:
+        stored = Stored.of(node)
+        if len(known) >= _KNOWN:
+            known.clear()
+        known[facts] = stored
+    rank = shape[0]
+    return stored, None if rank < 0 else tuple(shape[1 : 1 + rank])
 
 
 def read_at_once(
@@ -177,30 +210,28 @@ def _decoded(
     pipeline = _pipeline(stored.filters)
     if not is_possible or pipeline is None or chunk is None:
         return None
-    if selection.shape == shape == chunk and math.prod(shape) * dtype.itemsize <= _DECODED_NBYTES:
-        whole = np.empty(shape, dtype)
-        return whole if _decode(node, stored, (0,) * len(shape), pipeline, whole) else None
     box = selection.bounds
     cells = [
         range(begin // n, (begin + (size - 1) * step) // n + 1)
         for begin, size, step, n in zip(*box[:3], chunk, strict=True)
     ]
-    extents = [len(some) * n for some, n in zip(cells, chunk, strict=True)]
-    count = math.prod(map(len, cells))
-    if count > _MOST_CHUNKS or math.prod(extents) * dtype.itemsize > _DECODED_NBYTES:
+    numbers = list(map(len, cells))
+    count = math.prod(numbers)
+    if count > _MOST_CHUNKS or count * math.prod(chunk) * dtype.itemsize > _DECODED_NBYTES:
         return None
     ends = [some.stop * n for some, n in zip(cells, chunk, strict=True)]
     if any(map(operator.gt, ends, shape)) and edges_are_raw(node.get_create_plist()):
         return None
-    whole = np.empty(extents, dtype)
-    for cell in itertools.product(*cells):
-        corner = tuple(map(operator.mul, cell, chunk))
-        to = whole if count == 1 else np.empty(chunk, dtype)
-        if not _decode(node, stored, corner, pipeline, to):
-            return None
-        if count > 1:
-            at = [(c - some.start) * n for c, some, n in zip(cell, cells, chunk, strict=True)]
-            whole[tuple(slice(a, a + n) for a, n in zip(at, chunk, strict=True))] = to
+    whole = np.empty((count, *chunk), dtype)
+    corners = [
+        c * n for cell in itertools.product(*cells) for c, n in zip(cell, chunk, strict=True)
+    ]
+    if not _decode(node, corners, pipeline, len(stored.filters), whole):
+        return None
+    if count > numbers[0]:  # chunks that are neighbours along other dimensions are not so in memory
+        axes = [at + part * len(chunk) for at in range(len(chunk)) for part in range(2)]
+        whole = whole.reshape(*numbers, *chunk).transpose(axes)
+    whole = whole.reshape(list(map(operator.mul, numbers, chunk)))
     if whole.shape == selection.shape:
         return whole
     begin = [b - some.start * n for b, some, n in zip(box.begin, cells, chunk, strict=True)]
@@ -211,22 +242,34 @@ def _decoded(
 
 def _decode(
     node: h5py.h5d.DatasetID,
-    stored: Stored,
-    corner: tuple[int, ...],
+    corners: list[int],
     pipeline: Any,
+    num_filters: int,
     out: NDArray[Any],
 ) -> bool:
-    """Decode a chunk to an array of its size; False if it is not stored, or damaged."""
-    core = load_core()
-    if core is None or not 0 < stored_nbytes(node, corner) <= _ENCODED_NBYTES:
+    """Decode chunks to an array of them; False if one is not stored, or damaged."""
+    core, functions = load_core(), _functions()
+    if core is None or not all(functions):
         return False
-    mask, encoded = node.read_direct_chunk(corner)
     try:
         scratch = _scratches.pop()
     except IndexError:
-        scratch = Scratch.allocate(0, 0, _ENCODED_NBYTES)
+        scratch = Scratch.allocate(_ENCODED_NBYTES, 0, _ENCODED_NBYTES)
     worker = ctypes.byref(scratch.worker(core).struct)
-    numbers = len(stored.filters), len(encoded), mask, out.nbytes
-    is_done = core.decode(pipeline, worker, encoded, _memory(out), *numbers)  # type: ignore[arg-type]
+    count, *chunk = out.shape
+    found = (ctypes.c_int64 * (2 * count))()
+    where = (ctypes.c_uint64 * len(corners))(*corners)
+    with h5py._objects.phil:
+        done = core.fetch_chunks(worker, *functions, node.id, where, len(chunk), count, found)
+    if done:
+        to = _memory(out), num_filters, found, count, out.nbytes // count  # type: ignore[arg-type]
+        done = core.decode_fetched(pipeline, worker, *to)
     _scratches.append(scratch)
-    return bool(is_done)
+    return bool(done)
+
+
+@cache
+def _functions() -> tuple[int, int]:
+    """Return the addresses of HDF5's functions that look chunks up, and read them; 0: unknown."""
+    read = function_address("H5Dread_chunk1") or function_address("H5Dread_chunk")
+    return function_address(LOOK_UP), read

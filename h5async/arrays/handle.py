@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 import h5py
 
 from h5async.arrays.boxreading import Threads
-from h5async.arrays.firstreading import Known
+from h5async.arrays.firstreading import Stored
 from h5async.config import ReaderConfig
 from h5async.config.files import is_index
 from h5async.errors import ConfigError, DatasetError, H5AsyncError, ReaderClosedError
@@ -142,7 +142,7 @@ class Handle:
         self.held: dict[Any, Any] = {}  # all that h5py has open for it
         call_when_gone(self, _close_soon, self.held)
         self._ahead, self._num_forks = Ahead(), lifetime.num_forks
-        self.known: Known = self.held.setdefault(_Opened, [])
+        self.known: dict[bytes, Stored] = {}
         self._is_closed = False
 
     def close(self) -> None:

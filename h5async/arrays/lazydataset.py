@@ -19,7 +19,7 @@ from h5async.arrays.boxreading import (
     H5pyReader,
     RowsReader,
 )
-from h5async.arrays.firstreading import COPIED_NBYTES, OpenDataset, Stored, read_at_once
+from h5async.arrays.firstreading import COPIED_NBYTES, OpenDataset, Stored, described, read_at_once
 from h5async.arrays.handle import Handle
 from h5async.arrays.selections import Box, Selection, box_of, key_of, selection_of
 from h5async.core.binding import load_core
@@ -73,16 +73,22 @@ class Dataset:
 
     def __init__(self, file: Handle, path: str, located: Located, node: h5py.h5d.DatasetID) -> None:
         self.file, self.name, self._path = file, f"/{path}", path
-        self.stored = Stored.of(node, file.known)
-        if self.stored.is_elsewhere:  # HDF5 may open sources if it is asked for the shape
-            self.layout = self._read_layout(located, node)
-        space = node.get_space()
-        self._shape: tuple[int, ...] | None = space.get_simple_extent_dims()
-        if not self._shape and space.get_simple_extent_type() == _NULL:
-            self._shape = None
+        self.stored, self._shape = described(node, file.known) or self._by_h5py(located, node)
         self.dtype, self.chunks = self.stored.dtype, self.stored.chunk_shape
         self._opening = threading.Lock()
         self._reset()
+
+    def _by_h5py(
+        self, located: Located, node: h5py.h5d.DatasetID
+    ) -> tuple[Stored, tuple[int, ...] | None]:
+        """Return how it is stored, and its shape."""
+        stored = Stored.of(node)
+        if stored.is_elsewhere:  # HDF5 may open sources if it is asked for the shape
+            self.layout = self._read_layout(located, node)
+        space = node.get_space()
+        shape = space.get_simple_extent_dims()
+        is_empty = not shape and space.get_simple_extent_type() == _NULL
+        return stored, None if is_empty else shape
 
     @cached_property
     def layout(self) -> DatasetLayout | None:
@@ -90,7 +96,7 @@ class Dataset:
         if self.dtype.hasobject or not self._shape:
             return None
         with self.file.opened(self._path, may_differ=True) as (located, node):
-            if (node.shape, Stored.of(node, [])) != (self._shape, self.stored):
+            if (node.shape, Stored.of(node)) != (self._shape, self.stored):
                 raise changed(self.file.filename, f'dataset "{self.name}" is another one')
             return self._read_layout(located, node)
 

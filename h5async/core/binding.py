@@ -114,7 +114,7 @@ def _other_paths(name: str) -> Iterator[str]:
 
 # --- its numbers and structures, which the comments in `src/` explain -----------------------------
 
-ABI = 44  # counts changes of the core's structures and functions
+ABI = 46  # counts changes of the core's structures and functions
 MAX_FILTERS, MAX_RANK = 32, 32  # HDF5's limits
 IO_MODES = {"auto": 0, "pread": 1, "map": 2}
 REFUSED = 2  # the status of an item that Python has read again, or reports as an error
@@ -241,6 +241,9 @@ _FUNCTIONS = {
     "pqq": "wait",
     "pqp": "open_again",
     "ppppqqqq": "decode",
+    "pppqpqq": "decode_fetched",
+    "pQQqpqqp": "fetch_chunks",
+    "pqppq": "describe",
     "ppq": "decode_references next",
     "pppqq": "image_headers sum_rows",
     "pppq": "decode_jpegs look_up",

@@ -48,14 +48,14 @@ class Residency:
 
     All samples of the selection take `nbytes`, on the ``"host"`` or the ``"device"``; `ascending`
     are the samples in their order there. A sample is there if its stamp, of `stamps`, uint8 (n,),
-    is that of the generation. `state`, int64 (4,), is described in core/src/keep.c: threads of the
+    is that of the generation. `state`, int64 (5,), is described in core/src/keep.c: threads of the
     core change both, without any lock.
     """
 
     def __init__(self, selection: Selection, nbytes: int, where: str) -> None:
         self.ascending = selection.ascending
         self.stamps = np.zeros(selection.size, np.uint8)
-        self.state = np.zeros(4, np.int64)
+        self.state = np.zeros(5, np.int64)
         self._lock = threading.RLock()
         self._nbytes = nbytes
         self._where = where

@@ -49,7 +49,6 @@ from h5async.samples.ragged import Images, Ragged
 # The shrinking factor above which all pixels are averaged: above 2, neighbours do not suffice.
 _AREA_ABOVE = {"auto": 2.0, "area": 0.0, "linear": math.inf}
 _MOST_DENOMINATOR = 8  # of the scales at which libjpeg decodes
-_COMPONENTS = 1, 3  # of JPEGs that the core decodes
 # A call of the core decodes a group of images: 4 ms of work, or less so that threads share a batch.
 _GROUP_PIXELS, _GROUPS = 1_200_000, 8
 # Of `Picture` in core/src/jpeg.c: `_SIZES` are height and width, encoded and delivered.
@@ -158,8 +157,12 @@ class _ImageDecoder(FieldDecoder):
         encoded = Ragged(values, np.ascontiguousarray(batch.encoded.offsets))
         runs: Int64s = index
         images: Int64s = np.arange(index.size)  # the image of each place
+        places, first, missing = images, np.arange(index.size + 1), images[:0]
         if isinstance(self._spans, StepSpans):
             runs, images = self._spans.places(index)
+            places = np.argsort(images, axis=None, kind="stable")  # by image; first those without
+            first = np.searchsorted(images.ravel()[places], np.arange(runs.size + 1))
+            places, missing, first = places[first[0] :], places[: first[0]], first - first[0]
         headers = self._headers(encoded, runs, batch.refuse)
         if self._field.size is None:
             delivered = outs = self._unsized(headers, batch)
@@ -170,9 +173,6 @@ class _ImageDecoder(FieldDecoder):
             outs = delivered.reshape(-1, *transform.row)
         if numbers is not None and images.ndim > 1:  # the same for all steps of a sample
             numbers = np.repeat(numbers, images.size // index.size, axis=0)
-        places = np.argsort(images, axis=None, kind="stable")  # by image; first those without
-        first = np.searchsorted(images.ravel()[places], np.arange(runs.size + 1))
-        places, missing, first = places[first[0] :], places[: first[0]], first - first[0]
         numbers = None if numbers is None else numbers[places]
         cuts = self._cuts(headers[images.ravel()[places]], numbers)
         found = _Found(encoded, headers, runs, places, first, outs, cuts)
@@ -183,8 +183,10 @@ class _ImageDecoder(FieldDecoder):
 
     def _works(self, found: _Found) -> list[DecodingWork]:
         pictures = self._pictures(found)
-        several = np.setdiff1d(np.arange(found.runs.size), pictures[:, _IMAGE])
-        works: list[DecodingWork] = [partial(self._alone, found, one) for one in several.tolist()]
+        is_left = np.ones(found.runs.size, np.bool_)
+        is_left[pictures[:, _IMAGE]] = False
+        several = np.flatnonzero(is_left).tolist()
+        works: list[DecodingWork] = [partial(self._alone, found, one) for one in several]
         if len(pictures):
             sizes = pictures[:, _SIZES].prod(axis=2).max(axis=1)
             most = min(_GROUP_PIXELS, int(sizes.sum()) // _GROUPS + 1)
@@ -272,7 +274,8 @@ class _ImageDecoder(FieldDecoder):
     def _pictures(self, found: _Found) -> Int64s:
         field, headers, core = self._field, found.headers, self._core
         is_alone = np.diff(found.first) == 1  # in one place: else it is decoded once for all
-        is_taken = is_alone & np.isin(headers[:, 3], _COMPONENTS) & (headers[:, 4] == 8)
+        is_taken = is_alone & (headers[:, 4] == 8)
+        is_taken &= (headers[:, 3] == 1) | (headers[:, 3] == CHANNELS)  # components
         if core is None or "jpeg" in core.missing or not (self._is_plain or field.size):
             is_taken[:] = False
         cuts = found.cuts[np.minimum(found.first[:-1], len(found.cuts) - 1)]

@@ -17,6 +17,8 @@ import pytest
 from hypothesis import given
 
 import h5async
+from h5async.arrays.firstreading import Stored, described
+from h5async.core.binding import load_core
 
 DTYPES = ["i1", "u1", ">i2", "u4", "i8", "f2", ">f4", "f8", "?", "S2", "S6", "c8"]
 FACTS = (
@@ -88,6 +90,18 @@ def test_strings_of_two_character_sets(tmp_path: Path):
         assert_same(path, lambda file, some=names: [file[one].asstr()[()] for one in some])
         fields = [f"in {name}" for name in names]
         assert_same(path, lambda file, some=fields: [_encoding(file[one]) for one in some])
+
+
+@pytest.mark.skipif(load_core() is None, reason="it is the core that is asked")
+def test_how_datasets_are_stored_is_the_same_by_the_core(path: Path):
+    known: dict[bytes, Stored] = {}
+    names = ["pairs", "pair", "gzip", "scaled", "bytes", "integer", "text", "texts", "empty"]
+    with h5py.File(path) as file:
+        for name in (*names, "group/reference", *(f"as/{one}" for one in DTYPES)) * 2:
+            node = file[name].id
+            found = described(node, known)
+            assert found == (Stored.of(node), file[name].shape)
+            assert found[0].dtype.metadata == file[name].dtype.metadata
 
 
 def _encoding(dataset: Any) -> str:

@@ -415,7 +415,27 @@ def test_damaged_chunks_are_errors_that_name_them(tmp_path: Path):
         for key in (25, [3, 29], np.s_[::8], ()):
             with pytest.raises(DamagedError, match=r"\"/?data\", chunk \(.*20, 0\)"):
                 opened["data"][key]
+            with (  # of a dataset that is read for the first time, too
+                h5async.open_file(path) as first,
+                pytest.raises(DamagedError, match=r"\"/?data\", chunk \(.*20, 0\)"),
+            ):
+                first["data"][key]
         np.testing.assert_array_equal(opened["data"][30:], values[30:])
+
+
+def test_first_selections_of_several_chunks(tmp_path: Path):
+    path = tmp_path / "several.h5"
+    values = np.random.default_rng(0).integers(0, 99, (7, 9, 5))
+    with h5py.File(path, "w") as file:
+        for name, chunk in (("all", (2, 4, 3)), ("rows", (2, 9, 5)), ("edge", (7, 9, 4))):
+            file.create_dataset(name, data=values, chunks=chunk, compression="gzip", shuffle=True)
+    for name in ("all", "rows", "edge"):
+        for key in ((), 3, np.s_[1:6, ::3], np.s_[:, [0, 5, 8], 2], np.s_[5:, 2:3, 4]):
+            with h5async.open_file(path) as opened:
+                found = opened[name][key]
+                assert not opened[name]._readers  # no tables were made for the core
+            np.testing.assert_array_equal(found, values[key], strict=True)
+            assert found.flags.c_contiguous
 
 
 def test_files_that_declare_too_much_are_refused(tmp_path: Path):

@@ -275,6 +275,26 @@ def test_the_core_alone_keeps_rows_of_all_kinds(tmp_path, monkeypatch, num_threa
         assert "100 % of the samples" in reader.stats().cache
 
 
+@each("num_threads", [0, 2])
+@pytest.mark.parametrize("shuffle", [False, "full", "window"])
+def test_rows_of_odd_lengths_are_kept_across_pages(tmp_path, num_threads, shuffle):
+    rng, path = np.random.default_rng(7), tmp_path / "odd.h5"
+    sizes = {"long": 1003, "line": 577, "short": 17}  # of 9 MB, 5 MB and 0.2 MB
+    truth = {name: rng.integers(0, 256, (9001, size), np.uint8) for name, size in sizes.items()}
+    with h5py.File(path, "w") as file:
+        for name, values in truth.items():
+            file[name] = values
+    names, options = {name: name for name in sizes}, {"batch_size": 64, "shuffle": shuffle}
+    with AsyncReader(
+        hdf5_path=path, fields=names, cache="host", num_threads=num_threads, **options
+    ) as reader:
+        for _ in range(2):
+            for batch in reader:
+                for name, values in truth.items():
+                    assert np.array_equal(batch[name], values[batch.index])
+        assert reader.stats().cache.startswith("host, 100 % ")
+
+
 @pytest.mark.parametrize("epochs", [0, 2])
 def test_given_samples_of_a_reader_that_keeps_rows_as_they_are_stored(path, epochs):
     rows = np.random.default_rng(2).integers(0, 256, (N, 3), np.uint8)

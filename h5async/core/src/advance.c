@@ -214,6 +214,12 @@ PUBLIC int64_t h5async_next(Queue *queue, Worker *w, int64_t stays)
     pthread_mutex_lock(&queue->lock);
     queue->num_here += stays, queue->num_visits += stays;
     while (!queue->is_ended && (next == NEXT_NOTHING || (stays && next < 0))) {
+        if (queue->kept != NULL && state_of(queue->kept, AHEAD)) {
+            pthread_mutex_unlock(&queue->lock);
+            touch_ahead(queue->kept, queue->num_fields);
+            pthread_mutex_lock(&queue->lock);
+            continue;
+        }
         Job *job = next_job(queue);
         if (stays && queue->tickets) {
             queue->tickets--;

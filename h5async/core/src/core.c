@@ -55,6 +55,7 @@
 #include "ranges.c"
 #include "frames.c"
 #include "visit.c"
+#include "describe.c"
 #include "dense.c"
 #include "counts.c"
 #include "moments.c"

@@ -290,12 +290,10 @@ static int copy_all(const HeapCall *c)
                 .base = c->out, .fill = (const uint8_t *)"", .itemsize = 1};
     int64_t done = c->available > 0 ? copy_pieces(c->file, c->w, &p, c->available)
                                     : pread_pieces(c->file, c->w, &p);
-    for (int64_t i = 0; i < done; i++) {
-        if (h->is_text && memchr(c->out + position[i], 0, (size_t)nbytes[i]) != NULL)
+    for (int64_t i = 0; h->is_text && i < done; i++)
+        if (memchr(c->out + position[i], 0, (size_t)nbytes[i]) != NULL)
             done = i, fail(c->w, HEAP_NUL, -1, 0, 0);
-        else
-            add_done(&c->w->done.read_nbytes, nbytes[i]);
-    }
+    add_done(&c->w->done.read_nbytes, sum_of(nbytes, done));
     if (done == count)
         return 1;
     fail(c->w, UNREADABLE, -1, 0, 0);

@@ -20,6 +20,14 @@ static int64_t nbytes_of_piece(const Pieces *p, int64_t i)
     return p->nbytes ? p->nbytes[i] : p->unit;
 }
 
+static int64_t sum_of(const int64_t *nbytes, int64_t count)
+{
+    int64_t sum = 0;
+    for (int64_t i = 0; i < count; i++)
+        sum += nbytes[i];
+    return sum;
+}
+
 static void fill_piece(const Pieces *p, int64_t i)
 {
     fill_elements(p->fill, p->itemsize, place_of_piece(p, i), nbytes_of_piece(p, i));

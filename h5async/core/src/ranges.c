@@ -42,8 +42,7 @@ PUBLIC int64_t h5async_read_ranges(Sources *sources, Worker *w, const int64_t *o
         if (!read_guarded(&file, read_pieces, &call))
             call.done = 0;
     }
-    for (int64_t i = 0; i < call.done; i++)
-        add_done(&w->done.read_nbytes, nbytes[i]);
+    add_done(&w->done.read_nbytes, sum_of(nbytes, call.done));
     release_source(sources, source, &file);
     end_stage(w, READING, &since);
     end_tracing(w);

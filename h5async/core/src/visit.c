@@ -1,5 +1,6 @@
-/* Visits the chunks of a dataset by HDF5's H5Dchunk_iter, and looks chunks up by their keys. Both
-   are called through pointers to functions of the HDF5 that h5py has loaded, under h5py's lock.
+/* Visits the chunks of a dataset by HDF5's H5Dchunk_iter, looks chunks up by their keys, and fetches
+   some. HDF5 is called through pointers to functions of the one that h5py has loaded, under h5py's
+   lock.
 
    hid_t is 64 bits wide since HDF5 1.10, as hsize_t and haddr_t are; the visitor has these
    parameters in 1.14 and 2.0 (H5Dpublic.h). */
@@ -107,4 +108,46 @@ PUBLIC int64_t h5async_visit(Visit *v)
         v->unlike = h5async_look_up(v, v->number, v->nbytes, v->count);
     v->restore_thread(v->thread);
     return status < 0 ? -1 : 0;
+}
+
+/* H5Dread_chunk of HDF5 1.10 to 1.14, H5Dread_chunk1 of 2.0 */
+typedef int (*ReadChunk)(int64_t dataset, int64_t transfer, const uint64_t *corner, uint32_t *mask,
+                         void *out);
+
+/* Reads `count` chunks, as they are stored, to `w->encoded`, one behind the other, and notes the size
+   and the filter mask of each in `found` [count][2]. Returns 0 where they are too large, or one was
+   never written, or is not read. Called under h5py's lock. */
+PUBLIC int64_t h5async_fetch_chunks(const Worker *w, Lookup look_up, ReadChunk read, int64_t dataset,
+                                    const uint64_t *corners, int64_t rank, int64_t count,
+                                    int64_t *found)
+{
+    int64_t end = 0;
+    for (int64_t i = 0; i < count; i++, corners += rank) {
+        uint64_t nbytes = 0;
+        uint32_t mask = 0;
+        if (look_up(dataset, corners, &nbytes) < 0 || nbytes == 0 ||
+            nbytes > (uint64_t)(w->encoded_nbytes - end) ||
+            read(dataset, 0, corners, &mask, w->encoded + end) < 0)
+            return 0;
+        end += (int64_t)nbytes;
+        found[2 * i] = (int64_t)nbytes;
+        found[2 * i + 1] = mask;
+    }
+    return 1;
+}
+
+/* Decodes what was fetched, one behind the other, each to exactly `room` bytes; returns 0 where that
+   cannot be done. */
+PUBLIC int64_t h5async_decode_fetched(const Filter *filters, Worker *w, uint8_t *out,
+                                      int64_t num_filters, const int64_t *found, int64_t count,
+                                      int64_t room)
+{
+    Dataset d = {.filters = filters, .num_filters = num_filters, .chunk_nbytes = room};
+    const uint8_t *in = w->encoded;
+    for (int64_t i = 0; i < count; i++, out += room) {
+        if (!decode(&d, w, in, found[2 * i], (uint32_t)found[2 * i + 1], out))
+            return 0;
+        in += found[2 * i];
+    }
+    return 1;
 }

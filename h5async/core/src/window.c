@@ -253,7 +253,7 @@ static int sort_buckets(const Window *w, const Block *b, int64_t begin, int64_t 
    units of `size` samples are found sooner. (Quotients of doubles are exact: none is rounded up to a
    number.) */
 ALWAYS_INLINE int64_t find_lanes(const Window *w, int64_t first_round, const uint32_t *places,
-                                 int64_t count, Domain d, int lanes, int64_t *samples)
+                                 int64_t count, Domain d, int lanes, int has_avx2, int64_t *samples)
 {
     const double size = (double)w->size, window = (double)w->window;
     const int is_even = w->roots == NULL;
@@ -261,13 +261,16 @@ ALWAYS_INLINE int64_t find_lanes(const Window *w, int64_t first_round, const uin
     for (; done + lanes <= count; done += lanes) {
         uint64_t x[MAX_LANES], names[MAX_LANES], own[2][MAX_LANES];
         int64_t unit[MAX_LANES], first[MAX_LANES], sizes[MAX_LANES], differ = 0, are_outside = 0;
-        int32_t start[MAX_LANES];
-        for (int j = 0; j < lanes; j++) {
-            int32_t place = (int32_t)places[done + j], round = (int32_t)((double)place / size);
-            int32_t s = place - round * (int32_t)w->size;
-            start[j] = round - (int32_t)((double)s * window / size);
-            x[j] = (uint64_t)s;
-        }
+        int32_t place[MAX_LANES], start[MAX_LANES]; /* each loop is simple, so it is done in vectors */
+        memcpy(place, places + done, (size_t)lanes * sizeof *place);
+        for (int j = 0; j < lanes; j++)
+            start[j] = (int32_t)((double)place[j] / size);
+        for (int j = 0; j < lanes; j++)
+            place[j] -= start[j] * (int32_t)w->size;
+        for (int j = 0; j < lanes; j++)
+            start[j] -= (int32_t)((double)place[j] * window / size);
+        for (int j = 0; j < lanes; j++)
+            x[j] = (uint64_t)place[j];
         for (int j = 0; j < lanes; j++) {
             const int64_t at = first_round + start[j];
             unit[j] = w->unit[at], names[j] = w->names[at];
@@ -289,7 +292,7 @@ ALWAYS_INLINE int64_t find_lanes(const Window *w, int64_t first_round, const uin
         for (int j = 0; j < lanes && differ; j++)
             own[1][j] = own[0][j] - (own[0][j] * (own[0][j] - 1) >= (uint64_t)sizes[j]);
 #if defined(AVX2)
-        if (lanes == AVX2_LANES && (differ || d.factor != 0))
+        if (has_avx2 && (differ || d.factor != 0))
             feistel_avx2(x, lanes, d, differ ? own : NULL, names, w->keys);
         else
 #endif
@@ -315,13 +318,15 @@ ALWAYS_INLINE int64_t find_lanes(const Window *w, int64_t first_round, const uin
 AVX512 static int64_t find_avx512(const Window *w, int64_t first_round, const uint32_t *places,
                                   int64_t count, Domain d, int64_t *samples)
 {
-    return find_lanes(w, first_round, places, count, d, MAX_LANES, samples);
+    return find_lanes(w, first_round, places, count, d, MAX_LANES, 0, samples);
 }
 
 AVX2 static int64_t find_avx2(const Window *w, int64_t first_round, const uint32_t *places,
                               int64_t count, Domain d, int64_t *samples)
 {
-    return find_lanes(w, first_round, places, count, d, AVX2_LANES, samples);
+    /* Most of them 32 at a time: the compiler unrolls loops of 16, and has no vectors then. */
+    int64_t i = find_lanes(w, first_round, places, count, d, MAX_LANES, 1, samples);
+    return i + find_lanes(w, first_round, places + i, count - i, d, AVX2_LANES, 1, samples + i);
 }
 #endif
 
@@ -336,8 +341,8 @@ static void find_places(const Window *w, int64_t first_round, const uint32_t *pl
     else if (HAS_AVX2())
         i = find_avx2(w, first_round, places, count, d, samples);
 #endif
-    i += find_lanes(w, first_round, places + i, count - i, d, LANES, samples + i);
-    find_lanes(w, first_round, places + i, count - i, d, 1, samples + i);
+    i += find_lanes(w, first_round, places + i, count - i, d, LANES, 0, samples + i);
+    find_lanes(w, first_round, places + i, count - i, d, 1, 0, samples + i);
 }
 
 /* Compute the samples at `count` positions from `start` on, all of which the order has; 0: there is no
