@@ -243,7 +243,7 @@ def test_the_core_alone_fills_batches_that_are_kept(path, monkeypatch, num_threa
 
 @pytest.mark.skipif(load_core() is None, reason="needs the compiled core")
 @each("num_threads", [0, 2])
-@pytest.mark.parametrize("other", ["per file", "steps", "ragged"])
+@pytest.mark.parametrize("other", ["per file", "steps", "ragged", "empty"])
 def test_the_core_alone_keeps_rows_of_all_kinds(tmp_path, monkeypatch, num_threads, other):
     paths = [tmp_path / "a.h5", tmp_path / "b.h5"]
     for number, path in enumerate(paths):
@@ -252,10 +252,12 @@ def test_the_core_alone_keeps_rows_of_all_kinds(tmp_path, monkeypatch, num_threa
             file["map"] = np.full((3, 3), number)
             offsets = np.cumsum([0, *(i % 4 for i in range(N))])
             file["offsets"], file["values"] = offsets, np.arange(offsets[-1]) + 1000 * number
+            file["no offsets"], file["nothing"] = 0 * offsets, np.zeros(0)
     field = {
         "per file": Field("map", per="file"),
         "steps": Field("x", steps=(-2, 0, 1), pad="zero"),
         "ragged": RaggedField("values", offsets="offsets"),
+        "empty": RaggedField("nothing", offsets="no offsets"),
     }[other]
     fields = {"x": Field("x", dtype="f4", scale=0.5), "other": field}
     options = {"hdf5_path": paths, "fields": fields, "batch_size": BATCH, "shuffle": "full"}

@@ -216,7 +216,7 @@ PUBLIC int64_t h5async_next(Queue *queue, Worker *w, int64_t stays)
     while (!queue->is_ended && (next == NEXT_NOTHING || (stays && next < 0))) {
         if (queue->kept != NULL && state_of(queue->kept, AHEAD)) {
             pthread_mutex_unlock(&queue->lock);
-            touch_ahead(queue->kept, queue->num_fields);
+            touch_ahead(queue->kept);
             pthread_mutex_lock(&queue->lock);
             continue;
         }

@@ -79,11 +79,11 @@ static uint8_t *place_of_kept(const KeptSamples *kept, const Field *f, int64_t r
 
 /* Have the system give the large page that was asked for. In order, two threads would touch it at the
    same time, both clear it, and the consumer would wait for them. */
-static void touch_ahead(const KeptSamples *kept, int64_t num_fields)
+static void touch_ahead(const KeptSamples *kept)
 {
     uintptr_t page = (uintptr_t)__atomic_exchange_n(&kept->state[AHEAD], 0, __ATOMIC_RELAXED);
-    for (int64_t i = 0; page && i < num_fields; i++) {
-        const Source *source = &kept->sources->sources[kept->fields[i].layers->source[0]];
+    for (int64_t i = 0; page && i < kept->sources->count; i++) {
+        const Source *source = &kept->sources->sources[i];
         uintptr_t begin = (uintptr_t)source->map, end = begin + (uintptr_t)source->map_nbytes;
 #if defined(MADV_POPULATE_WRITE)
         if (page >= begin && page < end) /* else it is of another field, or behind all of them */
@@ -149,9 +149,10 @@ static void keep_rows(const KeptSamples *kept, const Field *f, const Target *tar
         int64_t nbytes = run.rows * f->row_nbytes;
         if (fetches && i + ahead < end)
             __builtin_prefetch(base + places[i + ahead] * f->row_nbytes, 1);
-        uint8_t *to = is_even ? base + run.row * f->row_nbytes : place_of_kept(kept, f, run.row);
-        if (is_valid && nbytes)
+        if (is_valid && nbytes) { /* where no sample has any rows, there is no place either */
+            uint8_t *to = is_even ? base + run.row * f->row_nbytes : place_of_kept(kept, f, run.row);
             keep_run(kept, to, target->raw + position * f->row_nbytes, nbytes);
+        }
         position += run.rows, i += run.samples;
     }
     if (f->transform != NULL && position > begin)
