@@ -570,6 +570,7 @@ def leave(data, labels):
         os._exit(7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "num_threads", "prefetch"),
     [(crash, 0, 3), (crash, 1, 1), (leave, 0, 1), (leave, 1, 3)],
@@ -622,6 +623,7 @@ def test_a_crash_costs_no_other_batch(path, tmp_path):
     assert outcomes == [0, 1, 2, "batch 3", 4, 5]
 
 
+@pytest.mark.slow
 def test_a_helper_that_is_killed_while_nothing_is_on_its_way(path):
     with make(path) as reader:
         for turn in range(6):
@@ -650,6 +652,7 @@ def test_what_was_ready_is_not_lost_when_the_helper_dies(path):
         assert [reader.get_next_batch().number for _ in range(6)] == [0, 1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_killed_at_random_it_loses_nothing(path):
     rng, kills = np.random.default_rng(5), 0
     # No batch is on its way in more than two turns of the loop, so at more than two deaths.
@@ -977,6 +980,7 @@ def test_a_forked_child_has_no_helper(path):
 # --- for a GPU -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @each("num_threads", [0, 2])
 @each("prefetch", [1, 3])
 @each("cache", [None, "device"])
