@@ -149,6 +149,7 @@ def test_the_first_frames(several):
         assert_same_bits(frames, by_soundfile(data[number])[:310])
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", ["thread", "process"])
 def test_parts_of_one_length_are_an_array(several, stereo, workers):
@@ -172,6 +173,7 @@ def place_of(part, whole):
     return found[0]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("dense", [False, True])
 def test_random_parts_depend_on_seed_epoch_and_sample_alone(tmp_path, dense):
@@ -257,6 +259,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", BROKEN)
 @pytest.mark.parametrize("options", [{}, {"dense": True, "frames": 5000}])
@@ -277,6 +280,7 @@ def test_an_error_names_file_dataset_and_sample(tmp_path, how, options, workers)
         assert len(reader.get_next_batch().audio) == 3
 
 
+@pytest.mark.slow
 def test_damaged_bytes_are_an_error_or_frames(tmp_path, capfd):
     """Nothing is written to standard error, as Python does of errors in a callback of C."""
     rng = np.random.default_rng(20261124)

@@ -175,7 +175,6 @@ def test_an_unknown_command_or_option_is_a_usage_error(train):
     assert "--batch-size" in refuse("read", train, "--bath-size", 3, exit_code=2)
 
 
-@pytest.mark.slow
 def test_the_console_script_in_a_pipe(quirks):
     result = run_script("h5async inspect quirks.h5 | cat", quirks.parent, COLUMNS="40")
     assert (result.returncode, result.stderr) == (0, "")

@@ -36,6 +36,7 @@ def imported_by(code: str) -> set[str]:
     return set(done.stdout.split())
 
 
+@pytest.mark.slow
 def test_the_import_loads_nothing_that_only_some_readers_need():
     assert imported_by("import h5async").isdisjoint(NEEDED_LATER)
 

@@ -235,6 +235,7 @@ def test_the_core_draws_what_numpy_draws():
     assert counts.max() < 50
 
 
+@pytest.mark.slow
 def test_the_example():
     assert example("random_patches").main(epochs=20) > 0.9
 

@@ -77,11 +77,13 @@ def read(paths, field, **options):
         return np.concatenate([batch.v for batch in reader])
 
 
+@pytest.mark.slow
 def test_the_sample_dimension_is_found_by_its_name(path):
     assert np.array_equal(read(path, Field("v", num_dim="time")), BY_TIME)
     assert np.array_equal(read(path, Field("v", num_dim="lon")), VALUES.transpose(2, 0, 1))
 
 
+@pytest.mark.slow
 def test_the_option_takes_a_name_too(path):
     options = {"data_field": "v", "labels_field": None, "device": "cpu", "batch_size": 5}
     with AsyncReader(hdf5_path=path, num_dim="time", **options) as reader:
@@ -109,6 +111,7 @@ def test_axes_may_be_names_and_numbers(path, num_dim, axes):
     assert np.array_equal(got, VALUES.transpose(1, 2, 0))
 
 
+@pytest.mark.slow
 def test_a_coordinate_variable_has_its_own_name(path):
     if "time" not in h5py.File(path):
         pytest.skip("there is none")
@@ -205,6 +208,7 @@ def test_dimensions_of_array_types_have_no_names(tmp_path):
 # --- the saved index, the command line and files of options ---------------------------------------
 
 
+@pytest.mark.slow
 def test_a_saved_index_keeps_names_apart(path, tmp_path, monkeypatch):
     fields = [Field("v", num_dim="time"), Field("v", axes=("lon", "lat", "time")), Field("v")]
     expected = [BY_TIME, VALUES.transpose(2, 0, 1), VALUES]
@@ -240,6 +244,7 @@ def test_names_are_typed_as_numbers_are(path):
     assert 'no dimension "tiem"' in result.output
 
 
+@pytest.mark.slow
 def test_names_go_through_toml_and_json(path, tmp_path):
     file = tmp_path / "options.toml"
     file.write_text(f'hdf5_path = "{path}"\nfields.v = {{path = "v", num_dim = "time"}}\n')

@@ -124,6 +124,7 @@ def test_other_snippets_compile(page, line, code):
     compile(code, f"{page}:{line}", "exec")
 
 
+@pytest.mark.slow
 def test_a_folder_becomes_a_classifier_by_the_commands_of_the_page(tmp_path):
     """Without the first one, which installs."""
     require_extra("torch")

@@ -45,6 +45,7 @@ def test_no_gpu_is_seen_where_none_is_asked_for(tmp_path):
     assert done.stdout == "cpu\n"
 
 
+@pytest.mark.slow
 def test_steps_are_listed_in_their_order():
     done = subprocess.run(
         [ROOT / "scripts" / "first_gpu"], capture_output=True, text=True, timeout=60, check=True
@@ -53,6 +54,7 @@ def test_steps_are_listed_in_their_order():
     assert at == sorted(at)
 
 
+@pytest.mark.slow
 def test_an_unknown_step_is_refused():
     done = subprocess.run(
         [ROOT / "scripts" / "first_gpu", "prob"], capture_output=True, text=True, timeout=60
@@ -61,6 +63,7 @@ def test_an_unknown_step_is_refused():
     assert "no step is called prob" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "seconds", "ended"),
     [

@@ -39,6 +39,7 @@ def test_torch_takes_batches_without_a_copy(path):
             assert np.array_equal(labels.numpy(), batch.index)
 
 
+@pytest.mark.slow
 def test_jax_takes_batches(path):
     jax = require_extra("jax")
     with AsyncReader(hdf5_path=path, batch_size=6, shuffle="full", device="cpu") as reader:
@@ -47,6 +48,7 @@ def test_jax_takes_batches(path):
             assert np.array_equal(np.asarray(jax.block_until_ready(data + 1)), batch.data + 1)
 
 
+@pytest.mark.slow
 def test_progress_bars_know_the_total(path, capsys):
     tqdm = require_extra("tqdm")
     with AsyncReader(hdf5_path=path, batch_size=6, device="cpu") as reader:
@@ -58,6 +60,7 @@ def test_progress_bars_know_the_total(path, capsys):
         assert "100%" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["torch_dlpack", "jax_dlpack", "keras_digits"])
 def test_the_examples_learn(name, capsys, monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", "torch")  # else Keras looks for TensorFlow
@@ -133,6 +136,7 @@ def test_the_examples_of_sequences_learn(name, least, capsys):
     assert "held out" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # what anndata says of its own next versions
 def test_the_example_of_cells_learns(capsys):
     require_extra("anndata")
@@ -140,6 +144,7 @@ def test_the_example_of_cells_learns(capsys):
     assert "of the cells" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_example_of_tokens_learns(capsys):
     require_extra("torch")
     assert example("token_lengths").main() > 0.9
@@ -152,12 +157,14 @@ def test_the_example_of_images_learns(capsys):
     assert "accuracy" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_numpy_example_learns(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["numpy_digits", "--device", "cpu"])
     assert example("numpy_digits").main() == 0
     assert "held-out accuracy" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of TensorBoard itself
 def test_the_cnn_example_learns_and_tells_tensorboard(capsys, tmp_path):
     require_extra("torch")

@@ -172,7 +172,6 @@ def test_a_layout_says_why_h5py_reads_it(tmp_path):
     assert shown.endswith("read through h5py: its stored type differs from NumPy's int32>")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [

@@ -38,6 +38,7 @@ def robomimic_file(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frame_stack", [1, 3])
 @pytest.mark.parametrize(("mask", "pads"), [(None, True), ("train", True), ("long", False)])
 def test_robomimic(robomimic_file, frame_stack, mask, pads):
@@ -82,6 +83,7 @@ def test_robomimic(robomimic_file, frame_stack, mask, pads):
                 assert (batch.pad_mask[i] == item["pad_mask"].reshape(-1)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning:minari")
 def test_minari(tmp_path, monkeypatch):
     """Observations have a row more than actions."""
@@ -140,6 +142,7 @@ def test_minari(tmp_path, monkeypatch):
         assert seen == sum(LENGTHS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("inputs", "outputs", "stride"), [(1, 1, 1), (4, 2, 1), (2, 2, 2)])
 def test_the_well(tmp_path, inputs, outputs, stride):
     require_extra("the_well")

@@ -159,6 +159,7 @@ def epochs(files, fields, sequences, **options):
 PLAIN = {"labels": Field("ids"), "again": Field("ids")}
 
 
+@pytest.mark.slow
 @each("options", WAYS)
 def test_values_of_files_reach_each_sample(files, options):
     fields = {"array": OF_FILES["array"], **PLAIN, **OF_FILES}
@@ -166,6 +167,7 @@ def test_values_of_files_reach_each_sample(files, options):
         check(batch, files, OF_FILES)
 
 
+@pytest.mark.slow
 @each("kind", ["ends", "lengths"])
 @each("options", WAYS)
 def test_values_of_sequences_reach_each_sample(files, kind, options):
@@ -209,6 +211,7 @@ def test_a_gpu_gets_the_same_values(files, monkeypatch, options):
                 check(batch, files, found, sequences=True)
 
 
+@pytest.mark.slow
 def test_ranks_resuming_and_given_samples(files):
     fields = PLAIN | OF_SEQUENCES | {"name": OF_FILES["name"]}
     options = where(files, fields, sequences={"ends": "ends"}, shuffle="full", batch_size=9)
@@ -229,6 +232,7 @@ def test_ranks_resuming_and_given_samples(files):
         assert_same_bits(batch["of/rows"].copy(), batches[1]["of/rows"])
 
 
+@pytest.mark.slow
 @each("kept", ["named", "cache"])
 def test_saved_indices_have_them(files, tmp_path, kept):
     fields = PLAIN | OF_FILES | OF_SEQUENCES | {"static": Field("array@shape of it", per="dataset")}

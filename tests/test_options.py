@@ -117,7 +117,6 @@ def test_docstrings_describe_every_option():
         assert text.index("Parameters") < text.index("Raises ------")
 
 
-@pytest.mark.slow
 def test_without_docstrings_help_is_the_same():
     code = "import sys; sys.argv[0] = 'h5async'; from h5async.cli import app; app()"
     results = [

@@ -67,6 +67,7 @@ def test_any_fields_come_out_of_memory_without_their_files(tmp_path_factory, dat
                 check(batch, truths)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", ["thread", "process"])
 def test_later_epochs_read_nothing(mixed, workers):
     with reader_of(mixed, cache="host", shuffle="full", workers=workers) as reader:
@@ -129,6 +130,7 @@ def test_encoded_images_are_kept(tmp_path):
                 assert "100 % of the samples" in kept.stats().cache
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -159,6 +161,7 @@ def test_given_samples(mixed):
             reader.fetch_data([0])
 
 
+@pytest.mark.slow
 def test_columns_of_obs(tmp_path):
     pandas = require_extra("pandas")
     kinds = [["T", None, "B"] * 4, ["NK", "T", None, "A", "B"] * 3]
@@ -221,6 +224,7 @@ def test_a_chunk_that_is_damaged_is_not_kept(tmp_path):
 # --- the cache itself ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_core", [False, True])
 @given(data=st.data())
 @settings(max_examples=60)

@@ -282,7 +282,6 @@ def files(tmp_path: Path) -> dict[int, tuple[Path, dict[str, np.ndarray]]]:
     return {count: (path, write_file(path, count)) for count, path in paths.items()}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("min_share_nbytes", [1, 128 * 1024])
 def test_any_interleaving_of_calls_keeps_the_contract(
     files: dict[int, Any], monkeypatch: pytest.MonkeyPatch, min_share_nbytes: int

@@ -469,6 +469,7 @@ TorchTrainer(
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_ray_train_takes_as_many_steps_everywhere(path, tmp_path):
     require_extra("ray.train.torch")

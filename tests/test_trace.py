@@ -388,6 +388,7 @@ def test_a_trace_ends_with_its_reader(path: Path) -> None:
         reader.trace(trace)
 
 
+@pytest.mark.slow
 def test_a_trace_ends_with_a_reader_that_is_dropped(path: Path) -> None:
     trace = path.with_name("t.json")
     reader = AsyncReader(hdf5_path=path, batch_size=100)
@@ -658,6 +659,7 @@ def test_there_is_no_memory_for_events_without_a_trace(path: Path) -> None:
     assert not _traces()
 
 
+@pytest.mark.slow
 def test_events_of_the_core_end_with_the_trace(path: Path) -> None:
     if load_core() is None:
         pytest.skip("there is no core")
@@ -797,6 +799,7 @@ def test_ranges_of_nvtx(path: Path, nvtx: list[tuple[int, str]]) -> None:
         assert 2 * names.count("end") == len(names)
 
 
+@pytest.mark.slow
 @pytest.mark.any_gpu
 def test_uploads_are_traced(
     path: Path, monkeypatch: pytest.MonkeyPatch, nvtx: list[tuple[int, str]]
@@ -828,6 +831,7 @@ def test_a_package_that_is_missing_is_named(path: Path, monkeypatch: pytest.Monk
             reader.get_next_batch()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_threads", [0, 2])
 def test_ranges_of_pytorchs_profiler(path: Path, num_threads: int) -> None:
     profiler = pytest.importorskip("torch.profiler")

@@ -298,6 +298,7 @@ def test_threads_that_were_closed_leave_the_work_to_the_caller():
     threads.close()
 
 
+@pytest.mark.slow
 def test_the_current_directory_may_change(path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(path.parent)
     with h5async.open_file(path.name) as file:
@@ -308,6 +309,7 @@ def test_the_current_directory_may_change(path: Path, monkeypatch: pytest.Monkey
         assert_same(pickle.loads(copy)[3], data[3])
 
 
+@pytest.mark.slow
 def test_small_datasets_that_are_read_once(tmp_path: Path):
     rng = np.random.default_rng(4)
     path = tmp_path / "small.h5"
@@ -337,6 +339,7 @@ print({len(file["plain"][:]) for file in files}, len(os.listdir("/proc/self/fd")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits and lists descriptors as Linux does")
 def test_more_files_may_be_open_than_there_are_descriptors(tmp_path: Path):
     with h5py.File(tmp_path / "a.h5", "w") as file:

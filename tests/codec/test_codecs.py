@@ -221,6 +221,7 @@ def stored_chunk(values, plist):
     return filters, np.frombuffer(encoded, np.uint8), mask
 
 
+@pytest.mark.slow
 @each("dtype", ["u1", "i2", "f4", "f8", "V3", "V16"])
 @pytest.mark.parametrize(
     "shape", [(7, 5), (1, 300), (300, 1), (100, 300), (3, 4, 5), (1, 64, 64, 3), (5, 33, 9, 2)]

@@ -149,6 +149,7 @@ def test_scaleoffset_through_h5py(tmp_path, dtype):
                 assert got[tuple(map(slice, expected.shape))].tobytes() == expected.tobytes()
 
 
+@pytest.mark.slow
 @given(
     dtype=st.sampled_from(INTEGERS),
     count=st.integers(1, 70),
@@ -287,6 +288,7 @@ def test_any_bits_that_hdf5_reads(
         assert not -45 <= exponent <= 38
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["<f4", ">f8"])
 def test_every_power_of_ten(dtype):
     most = 39 if dtype == "<f4" else 309
@@ -300,6 +302,7 @@ def test_every_power_of_ten(dtype):
             assert abs(exponent) >= most
 
 
+@pytest.mark.slow
 @each("dtype", [*INTEGERS, *FLOATS])
 def test_cut_scaleoffset_chunks_are_an_error(dtype):
     count = 21
@@ -328,6 +331,7 @@ def test_scaleoffset_of_all_bits_changes_nothing(dtype):
             decode(SCALEOFFSET, chunk.parameters, encoded, chunk.nbytes)
 
 
+@pytest.mark.slow
 def test_damage_to_scaleoffset_stays_inside_and_has_the_right_length():
     rng = np.random.default_rng(SEED)
     for dtype in (*INTEGERS, *FLOATS):
@@ -412,6 +416,7 @@ def test_integers_of_few_bits(nbytes, order, signed, count, place, seed):
     assert chunk.decoded == whole.astype(f"{order}u{nbytes}").tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 @each("nbytes", [1, 2, 4, 8])
 def test_all_precisions_and_offsets(order, nbytes):

@@ -518,6 +518,7 @@ def test_a_damaged_chunk_is_not_cut_or_gives_what_the_host_gives(core, pipeline)
     check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pipeline", SHORT, ids=ids)
 def test_many_damaged_chunks_too(core, pipeline):
     random, num_taken = Random(SEED), 0
@@ -585,6 +586,7 @@ def test_bytes_between_a_stream_and_its_checksum(core):
     assert undone(filters, len(values), changed) is None
 
 
+@pytest.mark.slow
 def test_headers_of_zlib(core):
     (encoded, values), form = encoded_chunks(("deflate",), 4, 83)[1][1], FrameFormat(1)
     good = []
@@ -612,6 +614,7 @@ def zstd_block(kind, size, data=b"", is_last=True):
     return (size << 3 | kind << 1 | is_last).to_bytes(3, "little") + data
 
 
+@pytest.mark.slow
 def test_frames_of_zstd(core):
     """All kinds of headers and blocks, as RFC 8878 has them; and what is odd in them."""
     values = bytes(range(256)) + bytes(300)
@@ -668,6 +671,7 @@ def test_frames_of_zstd(core):
         assert Cut(core, form, due, [frame]).done == 0, name
 
 
+@pytest.mark.slow
 def test_hostile_headers_of_blocks(core):
     def big(number, width):
         return number.to_bytes(width, "big")

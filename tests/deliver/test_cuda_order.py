@@ -71,7 +71,6 @@ def run(path, monkeypatch, seed, prefetch, num_threads, streams=1):
         return all_right(path, simulation, late_copies(cupy, reader, streams))
 
 
-@pytest.mark.slow
 @each("prefetch", [1, 2, 3])
 @each("num_threads", [0, 1, 3])
 @each("streams", [1, 3])

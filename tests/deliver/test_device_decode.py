@@ -304,6 +304,7 @@ def test_several_files_are_one(tmp_path, monkeypatch):
     assert nvcomp.calls > 0
 
 
+@pytest.mark.slow
 def test_files_whose_grids_differ_and_rows_of_a_large_chunk(tmp_path, monkeypatch):
     """Samples are columns: a file of another length has other numbers of chunks."""
     cupy, simulation, nvcomp = use_gpu(monkeypatch, seed=4)
@@ -544,6 +545,7 @@ def flip_last_bit(data):
     return data[:-1] + bytes([data[-1] ^ 1])
 
 
+@pytest.mark.slow
 def test_what_was_decoded_wrong_gets_into_no_cache(tmp_path, monkeypatch):
     """Every block is decoded wrong, and the host decodes it again; epochs overlap in the slots."""
     path, data = tmp_path / "data.h5", np.arange(12 * 8, dtype="u1").reshape(12, 8)
@@ -576,6 +578,7 @@ def test_what_was_decoded_wrong_gets_into_no_cache(tmp_path, monkeypatch):
             assert "left to the host" in reader.stats().decode
 
 
+@pytest.mark.slow
 def test_a_refused_call_is_no_reason_to_overtake_what_was_put_on_the_stream(tmp_path, monkeypatch):
     path, data = tmp_path / "data.h5", np.arange(32 * 8, dtype="u1").reshape(32, 8)
     with h5py.File(path, "w") as file:

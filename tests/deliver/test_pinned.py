@@ -187,6 +187,7 @@ def test_a_slot_is_not_refilled_before_the_copy_is_done(path, cuda):
         assert not np.array_equal(held, values)
 
 
+@pytest.mark.slow
 def test_memory_is_unpinned_when_its_last_array_goes(path, cuda):
     reader = AsyncReader(**options(path))
     assert len(cuda.registered) == 2  # slots
@@ -227,6 +228,7 @@ def test_memory_that_cannot_be_pinned(path, cuda):
     assert cuda.last_error == 0, "PyTorch's next kernel raises it"
 
 
+@pytest.mark.slow
 def test_copies_of_another_thread_are_waited_for_before_memory_is_unpinned(path, cuda, monkeypatch):
     """The last batch is not handed back, and whoever lets go of it has streams of its own."""
     reader = AsyncReader(**options(path))
@@ -306,6 +308,7 @@ def large_pieces(batch):
     return batch.values.values, batch.scaled.values, x.data, x.indices, batch.dense, batch.padded
 
 
+@pytest.mark.slow
 @each("num_threads", [0, 3])
 @each("prefetch", [1, 2])
 def test_late_copies_of_samples_of_any_length(ragged_path, cuda, num_threads, prefetch):
@@ -329,6 +332,7 @@ def test_late_copies_of_samples_of_any_length(ragged_path, cuda, num_threads, pr
     assert all(map(np.array_equal, kept, wanted))
 
 
+@pytest.mark.slow
 def test_what_is_pinned_grows_with_the_batches(ragged_path, cuda):
     fields = {"values": RAGGED["values"]}
     options = {"hdf5_path": ragged_path, "fields": fields, "prefetch": 1, "num_threads": 0}

@@ -126,7 +126,6 @@ def test_large_rows_of_which_little_is_wanted(tmp_path: Path) -> None:
             assert_same_bits(batch.data, truth(path)[batch.index])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shuffle", [True, "window"])
 def test_samples_of_very_many_chunks(tmp_path: Path, shuffle: bool | str) -> None:
     path = tmp_path / "a.h5"
@@ -235,6 +234,7 @@ def test_virtual_datasets_of_very_many_samples(tmp_path: Path) -> None:
 # --- what is checked of the sources that h5py reads -----------------------------------------------
 
 
+@pytest.mark.slow
 def test_only_written_chunks_of_sources_are_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

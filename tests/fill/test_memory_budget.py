@@ -274,6 +274,7 @@ def test_what_is_free_is_divided_among_the_processes_of_a_node(tmp_path: Path) -
     assert free_memory(root, {})[0].nbytes == 8 * GIB
 
 
+@pytest.mark.slow
 def test_limits_of_the_process_count(tmp_path: Path) -> None:
     script = """
 import resource
@@ -591,6 +592,7 @@ def read_some(options: dict[str, Any], expected: np.ndarray) -> list[OutOfMemory
     return errors
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize(("way", "num_threads"), [("core", 0), ("core", 2), ("h5py", 0)])
 @pytest.mark.parametrize("kind", KINDS)

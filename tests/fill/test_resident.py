@@ -47,6 +47,7 @@ def epochs(path, count=3, **options):
         return batches, reader.stats()
 
 
+@pytest.mark.slow
 @each("num_threads", [0, 1, 3])
 @pytest.mark.parametrize("shuffle", [False, "full", "window"])
 @each("drop_last", [False, True])

@@ -98,6 +98,7 @@ def test_what_is_alike_is_found_once(path, monkeypatch):
     assert found == ["plain/0", "big/0"]
 
 
+@pytest.mark.slow
 def test_values(path):
     kinds = ("plain", "big", "written", "empty", "filled")
     for kind, n in itertools.product(kinds, range(3)):
@@ -295,6 +296,7 @@ def test_files_that_others_write_to_are_left_to_hdf5(tmp_path):
     require_same(read_layouts(path, FIELDS, alike), path)
 
 
+@pytest.mark.slow
 def test_few_files_are_noted_unless_others_are_like_them(tmp_path, monkeypatch):
     """And none of few files: opening those that are unlike must not take longer."""
     noted, note = [], alikefiles._noted
@@ -328,6 +330,7 @@ def found_or_raised(path, reach):
         return str(error)
 
 
+@pytest.mark.slow
 @given(data=st.data())
 def test_damaged_files_are_what_they_are_alone(damaged, data):
     path, image, alike = damaged

@@ -266,6 +266,7 @@ def every_kind(folder: Path) -> dict[str, dict[str, Any]]:
     return {name: {"fields": {"data": path}} for name, path in fields.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["touched", "an attribute", "linked", "another dataset"])
 @each("options", OPTIONS)
 def test_a_change_that_leaves_the_values_alone_is_none_to_any_kind_of_field(
@@ -683,6 +684,7 @@ def test_many_chunks_that_the_core_refuses(tmp_path, shuffle):
             assert np.array_equal(batch.data, data[batch.index])
 
 
+@pytest.mark.slow
 @each("options", OPTIONS)
 def test_a_file_that_is_copied_while_it_is_read_is_no_change(tmp_path, options):
     path = tmp_path / "file.h5"

@@ -122,6 +122,7 @@ def native(array):
     return array.astype(array.dtype.newbyteorder("="))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout", ["contiguous", "columns", "chunked", "deflate", "shuffle", "fletcher"]
 )
@@ -162,6 +163,7 @@ def read(path, name="x", **options):
         return samples, reader.stats().ways["data"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["LE", "BE"])
 @pytest.mark.parametrize("name", FLOATS)
 def test_every_float_of_a_format_is_as_hdf5_converts_it(tmp_path, name, order):

@@ -142,6 +142,7 @@ def test_what_was_never_written_costs_nothing(path, options):
     assert peak_nbytes(lambda: read(path, **options)) < MOST_NBYTES
 
 
+@pytest.mark.slow
 def test_what_the_caller_permits_is_read(tmp_path):
     path = tmp_path / "declared.h5"
     with h5py.File(path, "w") as file:
@@ -154,6 +155,7 @@ def test_what_the_caller_permits_is_read(tmp_path):
         assert (reader.get_next_batch().data == 0).all()
 
 
+@pytest.mark.slow
 def test_what_files_store_is_read_without_being_asked(tmp_path):
     path = tmp_path / "stored.h5"
     with h5py.File(path, "w") as file:

@@ -74,6 +74,7 @@ def test_any_history(tmp_path_factory, history):
     assert_reads_like_h5py(path, history[-1] % len(history[0]))
 
 
+@pytest.mark.slow
 def test_many_chunks(tmp_path):
     """Enough of them for blocks, and pages of blocks, of the array."""
     path = tmp_path / "a.h5"

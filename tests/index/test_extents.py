@@ -275,6 +275,7 @@ def wholes(draw, depth=2, row=None):
     return joined(several, end + draw(st.integers(0, 2)), parts)
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(datasets())
 def test_datasets_of_their_own(layout):
@@ -296,6 +297,7 @@ def _all_parts(layout):
         yield from _all_parts(part.source)
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(st.data())
 def test_windows_and_regions_of_rows(data):
@@ -330,6 +332,7 @@ def test_windows_and_regions_of_rows(data):
     assert check(whole) == 0
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(st.data())
 def test_members_of_compounds(data):

@@ -672,6 +672,7 @@ def test_each_chunk_that_h5py_reads_is_checked_once(tmp_path, monkeypatch):
     assert sorted(checked) == [(0, 0), (SHORT_ROWS, 0), (2 * SHORT_ROWS, 0)]
 
 
+@pytest.mark.slow
 @each("name", CONVERTED)
 @pytest.mark.parametrize("filters", EDGE_FILTERS.values(), ids=EDGE_FILTERS)
 def test_converted_raw_edge_chunks(tmp_path, filters, name):
@@ -705,6 +706,7 @@ class UnluckyDataset:
         return self._id.read_direct_chunk(corner)
 
 
+@pytest.mark.slow
 @each("written", [0, 5])
 @each("shape", [(12,), (12, 5), (12, 1, 5)])
 @each("name", CONVERTED)
@@ -1151,6 +1153,7 @@ def writer_in_another_process(path):
     return writer
 
 
+@pytest.mark.slow
 def test_file_locked_by_a_writer_in_another_process(tmp_path):
     path = tmp_path / "a.h5"
     with h5py.File(path, "w") as file:
@@ -1173,6 +1176,7 @@ def test_file_locked_by_a_writer_in_another_process(tmp_path):
     check(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_threads", [0, 2])
 def test_the_direct_way_locks_no_writer_out(tmp_path, num_threads):
     path = tmp_path / "a.h5"
@@ -1339,6 +1343,7 @@ def many_layouts(path):
         return list(file)
 
 
+@pytest.mark.slow
 def test_file_system_where_nothing_may_be_mapped(tmp_path, monkeypatch):
     path = tmp_path / "a.h5"
     names = many_layouts(path)
@@ -1348,6 +1353,7 @@ def test_file_system_where_nothing_may_be_mapped(tmp_path, monkeypatch):
         assert_reads_like_h5py(path, name, num_dim=num_dim, fallback=fallback)
 
 
+@pytest.mark.slow
 def test_work_is_shared_out_among_threads(tmp_path, monkeypatch):
     path = tmp_path / "a.h5"
     names = many_layouts(path)

@@ -54,7 +54,6 @@ def hostile(secret, name):
     return secret.parents[1] / "upload" / f"{name}.h5"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("target", ["absolute", "dots"])
 def test_cve_2026_1669_external_storage(secret, target):
     path = hostile(secret, "weights")

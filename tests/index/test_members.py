@@ -141,6 +141,7 @@ def assert_member_reads_like_h5py(
 # --- each kind of member, in each kind of storage ------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", STORAGES)
 @each("member", [*PLAIN, *NESTED])
 def test_member_reads_like_h5py(tmp_path, member, storage):
@@ -181,6 +182,7 @@ def test_whole_compound_is_a_structured_array(tmp_path, storage):
     assert_reads_like_h5py(path, "table", num_threads=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", STORAGES)
 @each("num_dim", [0, 1])
 @each("member", ["energy", "vector", "matrix", "flag", "flags", "pos/y"])
@@ -270,6 +272,7 @@ def test_data_field_and_labels_field_may_be_members(tmp_path):
 # --- how members are laid out --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_members_with_gaps_between_them_and_out_of_order(tmp_path):
     dtype = np.dtype(
         {
@@ -291,6 +294,7 @@ def test_members_with_gaps_between_them_and_out_of_order(tmp_path):
 NAMES = ["größe ✓", "a.b", " spaces ", "with:colon", "0", "count", "..", "%", "data"]
 
 
+@pytest.mark.slow
 def test_members_of_any_name(tmp_path):
     dtype = np.dtype([(name, "<i4") for name in NAMES])
     values = random_bits(dtype, (9,))
@@ -361,6 +365,7 @@ def test_holes_of_a_chunked_table(tmp_path, fill, filters, chunks):
         assert_member_reads_like_h5py(tmp_path / "f.h5", "table", member, is_left=is_left)
 
 
+@pytest.mark.slow
 @each("fill", [None, FILL])
 @each("chunks", [None, (4,)])
 @each("fill_time", ["ifset", "never", "alloc"])
@@ -381,6 +386,7 @@ def test_table_that_was_never_written(tmp_path, fill_time, chunks, fill):
             assert_epoch_is(reader, expected)
 
 
+@pytest.mark.slow
 def test_fill_value_of_a_nested_member(tmp_path):
     dtype = np.dtype([("pos", POSITION), ("n", "<i4")])
     fill = np.array(((1.5, 2.5, b"xyz"), 9), dtype)
@@ -449,6 +455,7 @@ def write_mixed(path: Path, **how: Any) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how", [{}, {"chunks": (4,)}, {"chunks": (4,), "compression": "gzip"}], ids=str
 )
@@ -544,6 +551,7 @@ def test_member_of_a_type_that_is_not_numpys_comes_through_h5py(tmp_path, chunks
     assert_member_reads_like_h5py(path, "table", "b")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [(), (4,)], ids=["contiguous", "gzip"])
 def test_nested_member_of_a_type_that_is_not_numpys_comes_through_h5py(tmp_path, chunks):
     word = null_terminated(4)
@@ -574,6 +582,7 @@ def assert_reads_member_equal_to(path: Path, name: str, expected: np.ndarray) ->
         assert_epoch_is(reader, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("member", ["energy", "matrix", "pos/x", "flag"])
 @each("num_dim", [0, 1])
 def test_member_of_a_virtual_table(tmp_path, member, num_dim):

@@ -378,6 +378,7 @@ def test_a_damaged_entry_is_made_anew(tmp_path, cache, monkeypatch, damage, chun
         assert entry.read_bytes() == content
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [flips, cuts, other_formats])
 def test_a_damaged_index_that_is_named_is_an_error(tmp_path, damage):
     path = make(tmp_path / "a.h5")
@@ -1020,6 +1021,7 @@ def test_a_writer_that_goes_on_by_swmr_is_followed(tmp_path, cache):
             assert np.array_equal(rows_of(path), truth(path))
 
 
+@pytest.mark.slow
 def test_chunks_in_any_order_with_holes_and_masks(tmp_path, cache, monkeypatch):
     """A table of many chunks, which is checked by itself, and has all columns."""
     path = tmp_path / "many.h5"

@@ -248,6 +248,7 @@ def test_a_damaged_group(path):
 # --- columns --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_categorical_columns_of_anndata(path):
     expected = annotated(path).obs
     for name in ("kind", "donor"):

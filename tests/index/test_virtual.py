@@ -1026,6 +1026,7 @@ def test_selections_of_unlike_shape_read_like_h5py(tmp_path):
         assert_same_bits(found, truth(tmp_path / "s.h5", "data", num_dim))
 
 
+@pytest.mark.slow
 def test_extents_of_one_between_others_read_like_h5py(tmp_path):
     """The dimensions of a source are matched with those mapped, whatever ones lie between."""
     shapes = [((4, 1, 5), (1, 4, 5)), ((1, 5, 1), (5,)), ((3, 3, 1), (3, 1, 3)), ((1, 1), (1,))]

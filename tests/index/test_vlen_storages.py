@@ -175,6 +175,7 @@ def test_random_files(tmp_path, seed):
         assert_equal(read(folder / "a.h5", name), truth)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(
@@ -286,6 +287,7 @@ def test_an_unlimited_mapping(path):
     assert [bytes(one) for one in read(path, "x")] == [b"one", b"two", b"three"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", ["compact", "chunked", "virtual"])
 def test_damaged_references(path, storage):
     """Those of compact values, of a fill value, and of a source in another file."""
@@ -342,6 +344,7 @@ def test_a_damaged_header_is_no_crash(path, libver):
                 assert sum(len(body) for _, _, _, body in found) < 64 * len(image)
 
 
+@pytest.mark.slow
 def test_many_runs_are_bounded_by_what_files_store(path, monkeypatch):
     """A small file may map as many samples as it likes, in turns of two files."""
     for name in ("b.h5", "c.h5"):
@@ -385,6 +388,7 @@ def test_a_source_with_gaps_of_its_own_fill_value_is_refused(path):
             assert [bytes(one) for one in read(path, "x")] == [b"a", b"b", b"", b""]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(6))
 def test_without_the_core(tmp_path, seed):

@@ -74,6 +74,7 @@ def places(nbytes):
     return st.lists(begins.flatmap(lambda a: st.tuples(st.just(a), st.integers(0, nbytes - a))))
 
 
+@pytest.mark.slow
 @given(st.data(), st.integers(1, 9 * BLOCK))
 def test_any_ranges(data, nbytes):
     store = MemoryStore()
@@ -415,6 +416,7 @@ for _ in range(5):
 """
 
 
+@pytest.mark.slow
 def test_processes_that_are_killed_and_those_that_read_at_a_time(folder):
     script = _PROCESSES.format(tests=str(Path(__file__).parent))
     subprocess.run([sys.executable, "-c", script, str(folder)], check=True, timeout=120)

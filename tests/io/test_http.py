@@ -194,6 +194,7 @@ def test_closing_ends_a_call(server: Server, client: HttpClient, fault: str) -> 
     assert [bytes(memoryview(part)) for part in found[0]] == expected([(5, 10)])  # by the store
 
 
+@pytest.mark.slow
 def test_memory_is_used_again_only_when_nobody_has_it(server: Server, client: HttpClient) -> None:
     source = client.quicker(StoreSource(server), "a.bin")
     drawn = random.Random(2)
@@ -255,6 +256,7 @@ def test_libcurl_is_that_of_pycurl(tmp_path: Path) -> None:
     assert "pycurl" in next(libraries._curl_paths())
 
 
+@pytest.mark.slow
 def test_numbers_of_options() -> None:
     """Those that pycurl exports are equal."""
     pycurl = pytest.importorskip("pycurl")

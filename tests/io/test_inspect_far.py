@@ -36,6 +36,7 @@ def run(*arguments: Any) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 def test_a_glob_lists_all_its_files(path: Path, tmp_path: Path) -> None:
     for name in "xy":
         with h5py.File(tmp_path / f"{name}.h5", "w") as file:
@@ -46,6 +47,7 @@ def test_a_glob_lists_all_its_files(path: Path, tmp_path: Path) -> None:
     assert [Path(one["file"]).name for one in document["datasets"]] == ["x.h5", "y.h5"]
 
 
+@pytest.mark.slow
 def test_requests_are_those_of_the_chunk_table(path: Path, store: MemoryStore) -> None:
     document = json.loads(run(store.put(path), "--json"))
     found = {one["path"]: one["requests"] for one in document["datasets"]}

@@ -117,6 +117,7 @@ def test_what_is_kept_is_bounded(tmp_path: Path, store: MemoryStore, monkeypatch
 # --- groups --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("libver", ["earliest", "latest"])
 def test_many_groups_are_read_in_few_rounds(libver: str, tmp_path: Path, store: MemoryStore):
     path = tmp_path / "a.h5"
@@ -137,6 +138,7 @@ def test_many_groups_are_read_in_few_rounds(libver: str, tmp_path: Path, store: 
         assert store.rounds <= 20
 
 
+@pytest.mark.slow
 def test_one_object_of_many_does_not_cost_all(tmp_path: Path, store: MemoryStore):
     path = tmp_path / "a.h5"
     with h5py.File(path, "w") as file:
@@ -325,6 +327,7 @@ print(dataset[0, 0])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["file kept", "file lost"])
 def test_what_is_left_open_does_no_harm_at_exit(how: str, tmp_path: Path):
     path = tmp_path / "a.h5"

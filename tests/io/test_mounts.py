@@ -103,6 +103,7 @@ assert not can_map(os.fsdecode(place))
     run(body, place, plain)
 
 
+@pytest.mark.slow
 def test_what_was_mounted_before_does_not_count(tmp_path: Path, plain: Path) -> None:
     """Device numbers that come free are given to the next mounts."""
     body = """
@@ -147,6 +148,7 @@ assert not can_map(os.fsdecode(null))
     run(body, os.fsencode(place), plain)
 
 
+@pytest.mark.slow
 def test_the_descriptor_counts_where_the_path_leads_elsewhere(tmp_path: Path, plain: Path) -> None:
     """A file system that is mounted over an open file is none of the file's."""
     body = """

@@ -130,6 +130,7 @@ LASTING = [*PASSING[:-1], "status 403", "status 404", "whole", "wrong_range", "s
 LASTING += ["replaced", "other_version", "replaced heedless", "other_version heedless"]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("scheme", ["http", "s3"])
 @pytest.mark.parametrize("name", ["data", "raw"])
@@ -165,6 +166,7 @@ def test_a_fault_that_lasts_is_an_error(
         assert seen > len(reader)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["no_etag", "weak_etag"])
 def test_an_object_without_a_strong_tag(server: Server, path: Path, fault: str) -> None:
     """Its date and its size tell that it was replaced."""
@@ -237,6 +239,7 @@ def stalled(server: Server) -> bool:
     return any(server.struck())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_threads", [0, 2])
 def test_close_does_not_wait_for_the_network(server: Server, num_threads: int) -> None:
     reader = reader_of(server, client={}, num_threads=num_threads)
@@ -290,6 +293,7 @@ WAITS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("body", WAITS.values(), ids=WAITS.keys())
 def test_an_interrupt_does_not_wait_for_the_network(server: Server, body: str) -> None:
@@ -310,6 +314,7 @@ def test_an_interrupt_does_not_wait_for_the_network(server: Server, body: str) -
     assert errors.strip().endswith("KeyboardInterrupt")
 
 
+@pytest.mark.slow
 def test_garbage_of_h5py_does_not_stop_who_waits_for_threads(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,6 +349,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_readers_that_are_left_open_end_silently(server: Server, way: str) -> None:
@@ -359,6 +365,7 @@ def test_readers_that_are_left_open_end_silently(server: Server, way: str) -> No
     assert last or not errors
 
 
+@pytest.mark.slow
 def test_readers_leave_no_threads_and_no_descriptors(server: Server, path: Path) -> None:
     """However often files are opened and left: by close, in the middle, or by an error."""
     expected = truth(path)
@@ -391,6 +398,7 @@ def epochs(reader: AsyncReader, count: int = 2) -> list[tuple[list[int], bytes]]
     return [(batch.index.tolist(), batch.data.tobytes()) for batch in batches]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options",
@@ -406,6 +414,7 @@ def test_as_the_local_file(server: Server, path: Path, options: dict[str, Any]) 
         assert epochs(far) == epochs(local)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", ["thread", "process"])
 def test_resuming(server: Server, path: Path, workers: str) -> None:
     """A state that was taken far is continued near."""
@@ -430,6 +439,7 @@ def status_of(child: int) -> int:
     return done[1]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork.*")
 def test_a_fork_after_use(server: Server, path: Path) -> None:
     """A child that was forked reads the file, or says why not; it does not hang."""

@@ -624,6 +624,7 @@ with AsyncReader(
 """
 
 
+@pytest.mark.slow
 def test_processes_of_mpiexec_step_together(path):
     require_extra("mpi4py")
     beside = os.path.dirname(sys.executable)

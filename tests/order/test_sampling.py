@@ -86,6 +86,7 @@ def test_the_core_and_its_twin_agree(size: int, monkeypatch: pytest.MonkeyPatch)
 # --- pure ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(
     size=st.one_of(st.integers(1, 3000), st.sampled_from(HUGE_SIZES)),
     seed=st.integers(),
@@ -177,6 +178,7 @@ def test_golden_values(
 # --- without pattern -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_all_orders_are_equally_likely(size: int, stats: ModuleType) -> None:
     orders = math.factorial(size)

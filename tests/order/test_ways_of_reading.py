@@ -254,6 +254,7 @@ def test_states_and_orders_are_the_same(case, tmp_path):
                 assert told(path, **{**options, **order, **how}) == expected[name], (way, name)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(4)  # a process takes long to start
 @pytest.mark.parametrize("case", CASES)
 def test_states_and_orders_are_the_same_in_a_helper_process(case, tmp_path):
@@ -274,6 +275,7 @@ def all_told(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_states_and_orders_are_the_same_without_the_core(tmp_path):
     expected = json.loads(json.dumps(all_told(tmp_path)))
     done = subprocess.run(

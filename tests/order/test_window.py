@@ -198,6 +198,7 @@ def test_the_core_and_its_twin_agree_on_large_ones(
     assert np.array_equal(*found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_samples", "size"), [(300_000, 65_536), (20_000, 1500)])
 def test_threads_that_need_parts_of_one_block_at_a_time_get_the_same(
     num_samples: int, size: int
@@ -398,6 +399,7 @@ def test_few_of_a_unit_meet_in_a_batch(size: int, window: int, batch_size: int) 
     assert found < in_order / 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "window"), [(16, 8), (5, 12), (40, 3), (200, 5)])
 def test_each_sample_may_come_anywhere(size: int, window: int) -> None:
     """Over seeds, the position of a sample is uniform, and so is what comes at a position."""
@@ -648,6 +650,7 @@ def test_the_order_of_a_member_in_columns_is_the_same_whoever_reads_it(
         assert epoch_index(reader) == expected
 
 
+@pytest.mark.slow
 def test_several_files(tmp_path: Path, nothing_is_kept_whole: None) -> None:
     """Units do not reach over the end of a file; files have lengths and chunkings of their own."""
     paths, parts, counts = [], [], []
@@ -881,6 +884,7 @@ def test_too_little_memory_costs_decoding_only(
     assert caches[0].most_nbytes == 2 * 160, "two chunks are kept in any case"
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_threads", [0, 2])
 def test_memory_stays_within_the_window(

@@ -42,6 +42,7 @@ def interrupt(monkeypatch, path, **options):
     monkeypatch.undo()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [ROWS, 2 * ROWS])
 def test_killed_at_any_call(tmp_path, rows):
     """Also in appending to a file, and while it goes on after it was killed."""

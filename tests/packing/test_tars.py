@@ -45,6 +45,7 @@ def _tarred(n):
     }
 
 
+@pytest.mark.slow
 def test_tars(tmp_path):
     whole = {f"some/{n:04}": _tarred(n) for n in range(150)}
     names = list(whole)

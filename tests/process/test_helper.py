@@ -198,7 +198,6 @@ def test_batches_are_those_of_threads(path, options):
     assert_same(epochs(path, "process", **options), epochs(path, "thread", **options))
 
 
-@pytest.mark.slow
 def test_batches_are_h5pys(path):
     with h5py.File(path) as file, make(path, shuffle="full") as reader:
         data = file["data"][...]
@@ -284,7 +283,6 @@ def crossed(data, labels):
     return labels, data
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("function", [in_place, to_others, of_any_size, crossed])
 def test_what_postprocess_makes_comes_over(path, function):
     options = {"postprocess": function, "shuffle": "full", "prefetch": 3}
@@ -385,7 +383,6 @@ def fails_at_one(data, labels):
             raise Local(3, "outer") from error
 
 
-@pytest.mark.slow
 def test_errors_come_back_whole(path):
     with make(path, postprocess=fails_at_one) as reader:
         assert reader.get_next_batch().number == 0
@@ -502,7 +499,6 @@ def raises_frozen(data, labels):
     raise Frozen(3)
 
 
-@pytest.mark.slow
 def test_an_error_that_refuses_notes(path):
     with make(path, postprocess=raises_frozen) as reader:
         for _ in range(3):
@@ -574,7 +570,6 @@ def leave(data, labels):
         os._exit(7)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "num_threads", "prefetch"),
     [(crash, 0, 3), (crash, 1, 1), (leave, 0, 1), (leave, 1, 3)],
@@ -627,7 +622,6 @@ def test_a_crash_costs_no_other_batch(path, tmp_path):
     assert outcomes == [0, 1, 2, "batch 3", 4, 5]
 
 
-@pytest.mark.slow
 def test_a_helper_that_is_killed_while_nothing_is_on_its_way(path):
     with make(path) as reader:
         for turn in range(6):
@@ -656,7 +650,6 @@ def test_what_was_ready_is_not_lost_when_the_helper_dies(path):
         assert [reader.get_next_batch().number for _ in range(6)] == [0, 1, 2, 3, 4, 5]
 
 
-@pytest.mark.slow
 def test_killed_at_random_it_loses_nothing(path):
     rng, kills = np.random.default_rng(5), 0
     # No batch is on its way in more than two turns of the loop, so at more than two deaths.
@@ -776,7 +769,6 @@ def test_a_new_helper_reads_no_other_file(path, tmp_path, how):
 # --- messages ------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_threads", [0, 2])
 def test_more_requests_than_the_channel_holds(path, tmp_path, num_threads):
     script = tmp_path / "program.py"
@@ -845,7 +837,6 @@ def recorded(monkeypatch):
     return found
 
 
-@pytest.mark.slow
 def test_a_new_helper_is_told_what_was_noted_while_it_started(path, monkeypatch):
     """All is told once, in order: an order of samples before the requests that follow it."""
     options = {"shuffle": "full", "prefetch": 2}
@@ -883,7 +874,6 @@ def test_a_new_helper_is_told_what_was_noted_while_it_started(path, monkeypatch)
 # --- the end -------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("use", ["nothing", "a batch", "an error", "a death", "a cycle"])
 def test_a_reader_that_is_dropped_leaves_nothing(path, use):
     before = len(os.listdir("/proc/self/fd"))
@@ -935,7 +925,6 @@ def test_descriptors_and_memory_stay_as_they_are(path):
             assert descriptors() <= before
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["SIGKILL", "exit", "_exit"])
 def test_the_helper_dies_with_its_parent(path, tmp_path, how):
     ends = {
@@ -968,7 +957,6 @@ def test_the_helper_dies_with_its_parent(path, tmp_path, how):
     wait_until(lambda: not is_alive(int(done.stdout)))
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_child_has_no_helper(path):
     with make(path) as reader:
@@ -989,7 +977,6 @@ def test_a_forked_child_has_no_helper(path):
 # --- for a GPU -----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @each("num_threads", [0, 2])
 @each("prefetch", [1, 3])
 @each("cache", [None, "device"])

@@ -373,6 +373,7 @@ def test_what_others_have_patched(path, tmp_path, patch, when):
 # --- no interpreter ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [True, "macosx_app"])
 def test_a_frozen_program_is_not_started_again(path, monkeypatch, frozen):
     found = starts(monkeypatch)
@@ -614,7 +615,6 @@ def usage():
     }
 
 
-@pytest.mark.slow
 def test_closed_readers_leave_nothing_behind_without_the_garbage_collector(path):
     def use():
         with make(path, shuffle="full", prefetch=8) as reader:
@@ -742,7 +742,6 @@ def check_end(path, folder, how, workers, num_helpers):
     wait_until(lambda: not any(map(is_alive, pids)))
 
 
-@pytest.mark.slow
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("how", ENDS)
 def test_scripts_end_as_they_should(path, tmp_path, how):

@@ -100,7 +100,6 @@ def pids_of(reader):
 # --- what comes ----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "options"),
     [

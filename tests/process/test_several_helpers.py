@@ -97,7 +97,6 @@ def random_function(data, labels, *, rng, index, epoch, number):
     return data + rng.random(data.shape, "f4"), labels + 1000 * epoch + index + number
 
 
-@pytest.mark.slow
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize(
@@ -210,6 +209,7 @@ def test_what_postprocess_makes_lies_in_as_many_places_as_there_are_slots(path):
 # --- options -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_threads_and_slots_are_divided():
     def config(**options):
         return ReaderConfig(hdf5_path="x.h5", **options)
@@ -237,6 +237,7 @@ def test_threads_and_slots_are_divided():
     assert config(workers="3").workers == config(workers=np.int8(3)).workers == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [0, -2, True, 2.5, "", "0", "many", "²", "-1", None, [2], 257])
 def test_what_is_no_number_of_helpers(value):
     words = 'workers: must be "thread", "process", or a number of helper processes to 256, found'
@@ -244,6 +245,7 @@ def test_what_is_no_number_of_helpers(value):
         ReaderConfig(hdf5_path="x.h5", workers=value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "remedy"),
     [
@@ -274,6 +276,7 @@ def budget(path, monkeypatch, free, **options):
     )
 
 
+@pytest.mark.slow
 def test_each_helper_has_memory_of_its_own(path, monkeypatch):
     rows, wanted = 8 * 6 * 5 * 3, [1 << 20]
     plans = {}
@@ -299,6 +302,7 @@ def test_each_helper_has_memory_of_its_own(path, monkeypatch):
     assert scratch[1] == 4 * scratch[0] > 0
 
 
+@pytest.mark.slow
 def test_what_several_helpers_need_is_refused_where_it_does_not_fit(path, monkeypatch):
     budget(path, monkeypatch, 400_000, workers=1).plan(0, [0])
     with pytest.raises(BudgetError, match=r"scratch of 1 thread, in 64 processes .* smaller"):
@@ -603,6 +607,7 @@ def test_ctrl_c_is_the_readers(path, tmp_path):
     assert run(script, path, start_new_session=True).stdout == "fine\n"
 
 
+@pytest.mark.slow
 @each("patch", ["gevent", "eventlet", "eventlet's threads"])
 @each("when", ["before", "after"])
 def test_what_others_have_patched(path, tmp_path, patch, when):

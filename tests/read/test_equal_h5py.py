@@ -250,7 +250,6 @@ def is_direct(recipe: Recipe, num_dim: int, patches: dict[tuple[Any, str], Any])
     return None if len(unlimited) == 1 and is_misplaced else True
 
 
-@pytest.mark.slow
 @given(st.data())
 def test_batches_equal_what_h5py_reads(data: st.DataObject) -> None:
     recipe = data.draw(recipes(), label="dataset")

@@ -427,7 +427,6 @@ def write_with(
     return path
 
 
-@pytest.mark.slow
 @each("names", list(itertools.combinations(WRITERS, 2)))
 def test_two_files_of_any_layouts_with_numbers(tmp_path, names):
     paths = []
@@ -488,7 +487,6 @@ STRINGS: dict[str, Callable[[h5py.File, np.ndarray], None]] = {
 }
 
 
-@pytest.mark.slow
 @each("names", list(itertools.permutations(STRINGS, 2)))
 def test_two_files_of_any_layouts_with_strings(tmp_path, names):
     """Null-terminated ones come through h5py, and the others do not."""

@@ -83,6 +83,7 @@ def test_a_batch_is_filled_while_the_loop_keeps_the_gil(path, shuffle, nobody_el
             check(batch, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_threads", [0, 1, 3])
 @pytest.mark.parametrize("io", ["auto", "map", "pread"])
 def test_several_files_by_many_threads_without_python(tmp_path, num_threads, io, monkeypatch):
@@ -162,6 +163,7 @@ def test_a_file_without_a_name_is_read_on(path):
             check(reader.get_next_batch(), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_readers_that_are_closed_in_the_middle(path, num_threads):
     for _ in range(20):

@@ -176,7 +176,6 @@ print(slow.slow_begun() - before[0], reader.fallback_reads)
     assert run(folder, library, body) == ["0", "0"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_threads", [0, 2])
 def test_no_chunk_is_checked_after_close(folder, library, num_threads):
     body = f"""

@@ -127,6 +127,7 @@ UNEVEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_threads", [0, 2])
 @pytest.mark.parametrize("shuffle", ["full", "window"])
 def test_samples_that_differ_in_size(uneven, shuffle, num_threads):
@@ -250,6 +251,7 @@ SHORT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_threads", "prefetch", "more"),
     [
@@ -436,6 +438,7 @@ def test_a_batch_that_cannot_be_read(path, num_threads):
     assert sorted({*range(300)} - {*delivered}) == [100, 101, 102, 103, 104]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_threads", [0, 2])
 def test_another_thread_closes_the_reader_in_the_middle(path, num_threads):
     """While the loop's thread is in the core, or anywhere else."""

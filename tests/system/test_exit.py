@@ -159,6 +159,7 @@ def test_twenty_unclosed_readers_of_a_codec_end_in_peace(every_codec, name):
         assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_close_waits_for_a_consumer_that_works_itself(every_codec):
     """Without threads the caller reads: nothing is unmapped while another thread closes."""
     works, may_go_on, errors = threading.Event(), threading.Event(), []

@@ -391,6 +391,7 @@ def test_batches(tmp_path, monkeypatch, form, num_threads, core):
     assert len(places) > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_threads", [0, 2])
 def test_given_samples(tmp_path, num_threads):
     """A request that was struck is made or not; no batch is lost, or comes twice."""
@@ -431,6 +432,7 @@ def test_given_samples(tmp_path, num_threads):
     assert len(places) > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_threads", [0, 2])
 def test_jumps_and_states(tmp_path, num_threads):
     options, rng = gzip(tmp_path), random.Random(num_threads)
@@ -505,6 +507,7 @@ def forms_in(source):
     return [called for call in calls if (called := ast.unparse(call.func)) in ONLY]
 
 
+@pytest.mark.slow
 def test_no_form_is_left_half_done():
     source = "with threading.Condition():\n  thread.start()\n  f = os.open(p, 0)"
     assert forms_in(source) == ["threading.Condition", "thread.start", "os.open"]
@@ -526,6 +529,7 @@ def test_a_descriptor_has_an_owner_at_once(tmp_path):
         owned(os.open, str(tmp_path / "none"), os.O_RDONLY)
 
 
+@pytest.mark.slow
 def test_functions_are_called_when_objects_are_gone():
     class Owner:
         pass
