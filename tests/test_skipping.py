@@ -275,9 +275,10 @@ def test_images_and_recordings(tmp_path):
         AudioField("flac"),
         AudioField("flac", frames=20),
         ImageField("png", steps=(0, 1), size=5, pad="edge"),
+        ImageField("png", steps=(0, 1), size=5, pad="edge", crop="random"),
     ):
         hit = np.union1d(damaged, [3 - 1, 11 - 1]) if field.steps else damaged
-        for options in ({"num_threads": 0}, {"shuffle": "full"}, {"batch_size": 3}):
+        for options in ({"num_threads": 0}, {"shuffle": "full"}, {"batch_size": 1}):
             assert_skips(files, hit, fields={"x": field, "y": "labels"}, **options)
     zero = {"x": ImageField("png", size=5, on_error="zero")}  # the field's option comes first
     with reader_of(files[1], fields=zero, on_error="skip") as reader:

@@ -172,7 +172,7 @@ class _ImageDecoder(FieldDecoder):
             delivered = np.ndarray((*images.shape, *transform.row), transform.dtype, block)
             outs = delivered.reshape(-1, *transform.row)
         if numbers is not None and images.ndim > 1:  # the same for all steps of a sample
-            numbers = np.repeat(numbers, images.size // index.size, axis=0)
+            numbers = np.repeat(numbers, math.prod(images.shape[1:]), axis=0)
         numbers = None if numbers is None else numbers[places]
         cuts = self._cuts(headers[images.ravel()[places]], numbers)
         found = _Found(encoded, headers, runs, places, first, outs, cuts)
@@ -197,6 +197,8 @@ class _ImageDecoder(FieldDecoder):
 
     def _unsized(self, headers: Int64s, batch: EncodedBatch) -> Any:
         shapes, index, most_nbytes = headers[:, 1:3], batch.samples, batch.most_nbytes
+        if not index.size:  # all were left out: there is no size that none of them has
+            shapes = np.ones((1, 2), np.int64)
         are_equal = bool((shapes == shapes[0]).all())
         kinds = shapes[:1] if are_equal else shapes
         transforms = [self._transforms((*shape, CHANNELS))[0] for shape in kinds.tolist()]
@@ -293,7 +295,7 @@ class _ImageDecoder(FieldDecoder):
         if self._is_plain:
             places, outs = found.places[found.first[images]], found.outs
             is_array = isinstance(outs, np.ndarray)
-            offsets = places * outs[0].nbytes if is_array else outs.offsets[places]
+            offsets = places * outs.strides[0] if is_array else outs.offsets[places]
             pictures[:, _OUT] = address(outs if is_array else outs.values) + offsets
         return pictures
 

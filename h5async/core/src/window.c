@@ -182,8 +182,11 @@ static int fill_block(const Window *w, const Block *b, int64_t number)
             list_some(w, b, number * w->block_rounds + group * w->group_rounds, &begin, &end,
                       buckets);
         memset(next, 0, (size_t)(num_buckets + 1) * sizeof *next);
-        for (int64_t i = begin; i < end; i++)
+        for (int64_t i = begin; i < end; i++) {
+            if (i % 16 == 0) /* rows have taken the caches since a block was here before */
+                __builtin_prefetch(b->places + *bound + (i - begin), 1);
             next[buckets[i]]++;
+        }
         for (int64_t i = 0; i < num_buckets; i++, bound++)
             bound[1] = *bound + next[i], next[i] = *bound;
         next[num_buckets] = *bound; /* where the next group begins, which has this place again */
