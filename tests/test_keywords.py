@@ -175,7 +175,7 @@ def test_a_layout_says_why_h5py_reads_it(tmp_path):
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [
-        ("", ["inspect", "read", "bench", "index"]),
+        ("", ["inspect", "read", "bench", "advise", "index", "stats", "pack", "repack"]),
         ("read --batch-s", ["--batch-size"]),
         ("read --shuffle w", ["window"]),
         ("read --shuffle ", ["none", "full", "window"]),
