@@ -169,7 +169,8 @@ class SamplingByLength(Sampling):
 
     def run_at(self, epoch: int, start: int, stop: int) -> Run | None:
         """Return some positions of an epoch as a run that the core maps; None if they are none."""
-        return super().run_at(epoch, start, stop) if self.lengths.bucket is None else None
+        found = self._epoch(epoch)
+        return Sampling.run_at(found.sampling, epoch, start, stop) if found.order is None else None
 
     def samples(self, epoch: int, start: int, stop: int) -> Int64s:
         """Return the sample numbers at some positions of an epoch, as a new array."""

@@ -132,7 +132,8 @@ def test_the_corpus_is_read_like_h5py(quirk: Quirk, tmp_path: Path):
     options = quirk.options(tmp_path) if quirk.options else {}
     if quirk.way not in ("direct", "h5py"):
         for name in quirk.names:
-            with contextlib.suppress(H5AsyncError):  # what only batches cannot hold is read
+            # What only batches cannot hold is read; groups and types are not selected from.
+            with contextlib.suppress(H5AsyncError, TypeError):
                 h5async.open_file(path, **options)[name][()]
         return
     with h5py.File(path) as expected, h5async.open_file(path, **options) as found:
