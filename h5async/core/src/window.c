@@ -261,6 +261,7 @@ ALWAYS_INLINE int64_t find_lanes(const Window *w, int64_t first_round, const uin
     const double size = (double)w->size, window = (double)w->window;
     const int is_even = w->roots == NULL;
     int64_t done = 0;
+    (void)has_avx2; /* where nothing is compiled for AVX2 */
     for (; done + lanes <= count; done += lanes) {
         uint64_t x[MAX_LANES], names[MAX_LANES], own[2][MAX_LANES];
         int64_t unit[MAX_LANES], first[MAX_LANES], sizes[MAX_LANES], differ = 0, are_outside = 0;
