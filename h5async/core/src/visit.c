@@ -142,12 +142,9 @@ PUBLIC int64_t h5async_decode_fetched(const Filter *filters, Worker *w, uint8_t 
                                       int64_t num_filters, const int64_t *found, int64_t count,
                                       int64_t room)
 {
-    Dataset d = {.filters = filters, .num_filters = num_filters, .chunk_nbytes = room};
     const uint8_t *in = w->encoded;
-    for (int64_t i = 0; i < count; i++, out += room) {
-        if (!decode(&d, w, in, found[2 * i], (uint32_t)found[2 * i + 1], out))
+    for (int64_t i = 0; i < count; in += found[2 * i], out += room, i++)
+        if (!h5async_decode(filters, w, in, out, num_filters, found[2 * i], found[2 * i + 1], room))
             return 0;
-        in += found[2 * i];
-    }
     return 1;
 }
