@@ -8,6 +8,7 @@ import resource
 import stat
 import subprocess
 import sys
+import tempfile
 import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -816,3 +817,30 @@ def test_rows_that_lie_in_pages_as_slots_do(tmp_path: Path, row_nbytes: int, shi
     ) as reader:
         for batch in reader:
             assert np.array_equal(batch.x, rows[batch.index])
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="needs a file system in memory")
+def test_rows_of_a_file_in_memory_are_copied_out_of_its_map():
+    """Such a file system does not tell by a read whether pages are in memory."""
+    values = np.arange(40_000, dtype=np.float32).reshape(10_000, 4)
+    script = """
+import re, sys
+from pathlib import Path
+from h5async import AsyncReader
+
+def count_reads():
+    return int(re.search(r"syscr: (\\d+)", Path("/proc/self/io").read_text())[1])
+
+with AsyncReader(hdf5_path=sys.argv[1], labels_field=None, batch_size=1000, shuffle="full",
+                 device="cpu") as reader:
+    before = count_reads()
+    found = {int(i): row.tolist() for batch in reader for i, row in zip(batch.index, batch.data)}
+    print(count_reads() - before)
+assert found == {i: [4.0 * i, 4.0 * i + 1, 4.0 * i + 2, 4.0 * i + 3] for i in range(10_000)}
+"""
+    with tempfile.NamedTemporaryFile(dir="/dev/shm", suffix=".h5") as file:
+        with h5py.File(file.name, "w") as f:
+            f["data"] = values
+        command = [sys.executable, "-c", script, file.name]
+        count = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert int(count) < 1000

@@ -64,13 +64,19 @@ static int is_stopped(File *file, const Worker *w)
     return 1;
 }
 
-/* Whether one byte can be read without waiting for a disk; no where the system cannot tell. */
+/* Whether one byte can be read without waiting for a disk. File systems in memory, and those over
+   others (tmpfs, overlay), do not tell by a read; of a mapped file, the map does. */
 static int is_cached(const File *file, int64_t offset)
 {
 #ifdef RWF_NOWAIT
     uint8_t byte;
     struct iovec one = {&byte, 1};
-    return preadv2(file->fd, &one, 1, offset, RWF_NOWAIT) == 1;
+    ssize_t got = preadv2(file->fd, &one, 1, offset, RWF_NOWAIT);
+    if (got >= 0 || errno != EOPNOTSUPP)
+        return got == 1;
+    int64_t page = offset & -(int64_t)sysconf(_SC_PAGESIZE);
+    return file->map != NULL && offset < file->map_nbytes &&
+           mincore((uint8_t *)file->map + page, 1, &byte) == 0 && (byte & 1);
 #else
     (void)file, (void)offset;
     return 0;
