@@ -394,8 +394,8 @@ class _Selecting:
             of_one = "differing numbers" if layout.is_ragged else f"{math.prod(layout.row_shape):,}"
             raise ConfigError(
                 f"{option} needs one value for each sample, and {found!r} has {of_one} of them;"
-                ' name another field or dataset, or a column of one, as in "table[:, 0]", or give an'
-                " array"
+                ' name another field or dataset, or a column of one, as in "table[:, 0]", or give'
+                " an array"
             )
         return read_whole(layout, values.reach).reshape(-1)
 
