@@ -239,10 +239,11 @@ class DeviceError(H5AsyncError, RuntimeError):
 
     Examples
     --------
-    >>> AsyncReader(hdf5_path="sample_data/digits.h5", device="cuda:99")
-    Traceback (most recent call last):
-        ...
-    h5async.errors.DeviceError: ...
+    >>> try:
+    ...     AsyncReader(hdf5_path="sample_data/digits.h5", device="cuda:99")
+    ... except DeviceError:
+    ...     print("there is no such GPU")
+    there is no such GPU
     """
 
 

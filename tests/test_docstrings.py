@@ -32,6 +32,8 @@ MODULES = (
     "h5async.observe.stats",
     "h5async.torch",
     "h5async.observe.tracing",
+    "h5async.packing.newfiles",
+    "h5async.packing.pack",
 )
 NEEDED = {"h5async.torch": "torch", "h5async.config.kinds": "soundfile"}
 RAY = "read_hdf5", "train_loader", "TrainLoader"
