@@ -60,6 +60,7 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("folder")
+@pytest.mark.sampled(len(MODULES))
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_run(name):
     if name in NEEDED:
@@ -73,6 +74,7 @@ def test_examples_run(name):
         assert not runner.failures, "".join(said)
 
 
+@pytest.mark.sampled(len(h5async.__all__))
 @pytest.mark.parametrize("name", sorted(set(h5async.__all__) - {"__version__"}))
 def test_public_names_have_examples_that_run(name):
     public = getattr(h5async, name)
