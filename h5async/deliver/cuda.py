@@ -17,14 +17,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.deliver.cudafield import CudaField, cupy_has
+from h5async.core.binding import Core
+from h5async.deliver.cudafield import CoreUploads, CudaField, core_uploads, cupy_has
 from h5async.deliver.decodeplan import EncodedPlan, NotDecoded
 from h5async.deliver.device import Device, DeviceSlot, LaidOut, PinnedPart, SlotContents, host_slot
 from h5async.deliver.devicedecode import DeviceDecoder, Staging
@@ -35,6 +36,8 @@ from h5async.fill.resident import Budget, Residency
 from h5async.io.shared import page_memory, plain_memory
 from h5async.order.selection import Selection
 from h5async.plan.transform import RowTransform
+from h5async.read.queue import MAX_STREAMS, Turns
+from h5async.samples.assembly import SlotMemory
 from h5async.samples.fieldkind import Outline, field_of
 from h5async.samples.samplearrays import memory_of, native, with_memory
 from h5async.spelling import named
@@ -122,7 +125,7 @@ class CudaSlot(DeviceSlot):
         self._done = gpu.event(blocks=True, is_timed=True)
         self._begun = [gpu.event(is_timed=True) for _ in range(2)]  # the upload, and the kernels
         self._sent = gpu.event(is_timed=True)
-        self._released = [gpu.event()]
+        self._released = [gpu.event() for _ in range(MAX_STREAMS)]
 
     def _new_rows(
         self, begin: int, own: NDArray[Any], transform: RowTransform, done: bool
@@ -176,6 +179,19 @@ class CudaSlot(DeviceSlot):
         for field in self._others.values():
             field.warm_up()
         self._gpu.cupy.cuda.get_current_stream().synchronize()
+
+    @property
+    def delivered(self) -> SlotMemory:
+        """The arrays whose first rows are delivered; none if more than copies makes them."""
+        found = [rows.delivered for rows in self._rows if rows is not None and rows.change is None]
+        arrays = tuple(found) if len(found) == len(self._rows) and not self._others else ()
+        return SlotMemory(arrays, arrays)
+
+    @property
+    def copied(self) -> tuple[Any, ...]:
+        """What is uploaded at once, on the host and on the GPU, and the events that order it."""
+        events = self._uploaded, self._ready, *self._released
+        return self._host_block, self._device_block, events
 
     def is_writable(self) -> bool:
         """Tell whether the last upload out of the host arrays is done. Never blocks."""
@@ -296,11 +312,8 @@ class CudaSlot(DeviceSlot):
     def release(self) -> None:
         """Record the caller's current streams: the next upload will wait for them."""
         with self._gpu.working("a batch could not be handed back"):
-            streams = self._gpu.streams()
-            while len(self._released) < len(streams):
-                self._released.append(self._gpu.event())
             with contextlib.ExitStack() as stack:  # all are tried, even if one fails
-                for event, stream in zip(self._released, streams, strict=False):
+                for event, stream in zip(self._released, self._gpu.streams(), strict=False):
                     stack.callback(event.record, stream)
 
     def _transformed(self, i: int, outcome: FillOutcome) -> Any:
@@ -380,6 +393,26 @@ class CudaDevice(Device):
         self.slots = slots
         self._compile()
         return list(slots)
+
+    def uploads(self, core: Core) -> CoreUploads | None:
+        """Return what the core needs to upload batches itself; None if it cannot."""
+        slot, copied = self.slots[0], [one.copied for one in self.slots]
+        if self.cache or self.decoders or not slot.delivered.out:
+            return None
+        stream, own = self.copy_stream.ptr, slot.memory.out
+        return core_uploads(core, self.gpu, stream, copied, slot.num_rows, own)
+
+    def taking(self, turns: Turns) -> Callable[..., bool]:
+        """Return what takes batches in turn, in the order of the caller's streams."""
+        struct, take, gpu = turns.struct, turns.take, self.gpu
+
+        def take_in_order(*arguments: Any) -> bool:
+            streams = gpu.streams_anywhere()
+            struct.num_streams = len(streams)
+            struct.streams[: len(streams)] = streams
+            return take(*arguments)
+
+        return take_in_order
 
     def _compile(self) -> None:
         gpu = self.gpu

@@ -1,5 +1,7 @@
 """One field of a slot on a GPU whose arrays differ in size from batch to batch.
 
+And slots whose arrays do not differ, as the core needs them to upload batches itself.
+
 Sparse or ragged samples, images, or results of `postprocess` enter, in host memory; the same with
 CuPy arrays leaves, or the plain array that is made of it here. Only the batch's actual values are
 uploaded. `cuda.py` explains how the order is kept.
@@ -7,14 +9,16 @@ uploaded. `cuda.py` explains how the order is kept.
 
 from __future__ import annotations
 
+import ctypes
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.core.binding import Core, address, members_of
 from h5async.deliver.device import PinnedPart
 from h5async.deliver.gpu import Gpu, Kernels, RowChange
 from h5async.errors import DeviceError
@@ -194,3 +198,44 @@ class CudaField:
 def cupy_has(dtype: np.dtype[Any]) -> bool:
     """Tell whether CuPy has a type for the elements."""
     return dtype.char in _CUPY_TYPES
+
+
+class CoreUploads(NamedTuple):
+    """What the core uploads batches with; it has addresses of what is in `keep`."""
+
+    struct: Any
+    keep: tuple[Any, ...]
+
+
+def core_uploads(
+    core: Core, gpu: Gpu, stream: int, slots: Sequence[Any], rows: int, own: Sequence[Any]
+) -> CoreUploads | None:
+    """Return what the core uploads the rows of slots with, on a stream; None without the driver.
+
+    `slots` are ``(host, device, events)``: the blocks of a slot, and the events that it is
+    uploaded, ready, and released by each stream. `own` are views of the first block on the host,
+    a column each.
+    """
+    functions = gpu.addresses([name for name in members_of(core.Uploads) if name.startswith("cu")])
+    if functions is None:
+        return None
+    of_slots = (core.UploadedSlot * len(slots))()
+    for one, (host, device, events) in zip(of_slots, slots, strict=True):
+        one.host, one.device = host.ctypes.data, device.data.ptr
+        one.uploaded, one.ready, *released = (event.address for event in events)
+        one.released[:] = released
+    first = slots[0][0]
+    begins = np.array([array.ctypes.data - first.ctypes.data for array in own], np.int64)
+    row_nbytes = np.array([array.nbytes // rows for array in own], np.int64)
+    struct = core.Uploads(
+        **functions,
+        context=gpu.context,
+        stream=stream,
+        slots=ctypes.addressof(of_slots),
+        begins=address(begins),
+        row_nbytes=address(row_nbytes),
+        num_columns=len(own),
+        rows=rows,
+        nbytes=first.nbytes,
+    )
+    return CoreUploads(struct, (of_slots, begins, row_nbytes, slots))

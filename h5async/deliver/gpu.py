@@ -18,7 +18,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -59,7 +59,7 @@ class Gpu:
         self.errors: tuple[type[Exception], ...]  # those that CUDA's errors raise
         self.errors = runtime.CUDARuntimeError, driver.CUDADriverError, lack
         with self.failing("it cannot be used"):
-            self._context = in_own_thread(partial(_primary_context, cupy, number))
+            self.context = in_own_thread(partial(_primary_context, cupy, number))
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
@@ -72,13 +72,13 @@ class Gpu:
         if status := self._driver.cuCtxGetCurrent(ctypes.byref(found)):
             raise driver.CUDADriverError(status)
         before = found.value or 0
-        if before != self._context:
-            driver.ctxSetCurrent(self._context)
+        if before != self.context:
+            driver.ctxSetCurrent(self.context)
         try:
             yield
         finally:
             is_ours = threading.current_thread().name.startswith(THREAD_NAME)
-            if before != self._context and not is_ours:
+            if before != self.context and not is_ours:
                 driver.ctxSetCurrent(before)
 
     @contextlib.contextmanager
@@ -135,6 +135,21 @@ class Gpu:
             if of_torch != streams[0]:
                 streams.append(of_torch)
         return streams
+
+    def streams_anywhere(self) -> list[int]:
+        """Return the same, whichever GPU is current."""
+        found = ctypes.c_void_p()
+        if not self._driver.cuCtxGetCurrent(ctypes.byref(found)) and found.value == self.context:
+            return self.streams()
+        with self.working("the current stream cannot be found"):
+            return self.streams()
+
+    def addresses(self, names: Sequence[str]) -> dict[str, int | None] | None:
+        """Return the addresses of functions of the driver; None if it lacks one."""
+        with suppressing(AttributeError):
+            pointers = [ctypes.cast(getattr(self._driver, name), ctypes.c_void_p) for name in names]
+            return {name: one.value for name, one in zip(names, pointers, strict=True)}
+        return None
 
     def upload(self, target: Any, source: NDArray[Any], stream: Any) -> None:
         """Put the copy of a host array to one on the GPU, of the same size, on a stream.

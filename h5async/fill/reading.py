@@ -145,8 +145,8 @@ class BatchReader:
         told = {field: new(raw, out, len(raw[field])) for field in self._told}
         return _Batches(self._collection, new(raw, out, rows), told)
 
-    def open_queue(self) -> BatchQueue | None:
-        """Return a queue of batches that the core reads alone; None if it cannot."""
+    def open_queue(self, uploads: Any = None) -> BatchQueue | None:
+        """Return a queue of batches that the core reads alone, and uploads; None if it cannot."""
         core, collection, kept = self.core, self._collection, None
         if core is None or collection is None or self._plan_columns:
             return None
@@ -158,7 +158,8 @@ class BatchReader:
         batches, draws = [one.batch for one in self._batches], self.samplings.draws
         orders = self.samplings.selection, None if draws is None else draws.table
         threads, reads_files = (self._num_threads, self._workers), self.fills_alone
-        return BatchQueue(core, collection.tables, batches, *threads, *orders, kept, reads_files)
+        tables, own = collection.tables, (*threads, *orders, kept)
+        return BatchQueue(core, tables, batches, *own, reads_files, uploads)
 
     def _open_kept(self, cache: HostCache, memory: SlotMemory) -> Collection | None:
         if self.core is None:

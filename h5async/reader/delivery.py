@@ -75,6 +75,7 @@ class Delivery:
         self._masks_to_upload = list(setup.masks.values()) if setup.is_on_gpu else []
         self._filler: Filler | HelperFiller
         self._submissions: Submissions | PostedBatches | None = None
+        self._is_uploaded = False  # by the core, which waits until slots may be written to
         self._may_have_lost = False  # an assignment is not submitted yet
         self._is_left = False  # filling here was interrupted, and what is left is not dropped yet
         config, files = setup.config, setup.opened.skipped
@@ -96,6 +97,7 @@ class Delivery:
         submissions: Submissions | PostedBatches | None = None
         if isinstance(filler, Filler):
             submissions = filler.submissions
+            self._is_uploaded = submissions is not None and submissions.are_uploaded
         elif self._may_have_turns() and setup.config.postprocess is None:
             if all(kind.is_plain for kind in setup.kinds.values()):
                 submissions = filler.post(setup.samplings, setup.rows, len(setup.slots))
@@ -109,6 +111,7 @@ class Delivery:
         config = self._setup.config
         is_plain = type(self._device) is Device and self._device.is_writable_at_once
         does_more = config.copy or config.debug_lifetimes or config.on_error == "skip"
+        is_plain |= self._is_uploaded
         return is_plain and not does_more and config.sampler is None
 
     def _open_turns(self, submissions: Submissions | PostedBatches) -> None:
@@ -117,11 +120,12 @@ class Delivery:
         turns = submissions.open_turns(Batch, setup.sample_count, num_threads)
         if turns is not None:
             self._ring.turns = self._counts.waits.turns = turns
-            self.take_turn, self.ask_turn = turns.take, turns.ask
+            self.take_turn, self.ask_turn = self._device.taking(turns), turns.ask
             self.put_back_turn = turns.put_back
             if setup.takes_any_samples:
                 self.give_turn, self.read_turn = turns.give, turns.read
-                if isinstance(submissions, Submissions) and not self._batches.has_masks:
+                is_whole = not (self._batches.has_masks or self._is_uploaded)
+                if is_whole and isinstance(submissions, Submissions):
                     submissions.read_given(self._batches.names, self._batches)
 
     def _request_of(self, slot: int, serial: int) -> FillRequest:
@@ -157,7 +161,7 @@ class Delivery:
             return False  # its first batch opens it
         if sum(serial >= following for serial in course.given) >= MAX_GIVEN:
             return False
-        slots = [slot.memory for slot in self._setup.slots]
+        slots = [slot.delivered for slot in self._setup.slots]
         with suppressing(MemoryError):  # it goes on without
             run = next_run(self._batches, course, ring, submissions, turns, slots)
             if run is not None:
@@ -244,7 +248,8 @@ class Delivery:
         *,
         is_helped: bool = False,
     ) -> None:
-        is_writable_at_once, slots = self._device.is_writable_at_once, self._setup.slots
+        is_writable_at_once = self._device.is_writable_at_once or self._is_uploaded
+        slots = self._setup.slots
         for request in self._requests(assignments):
             if is_writable_at_once or slots[request.slot].is_writable():
                 submissions.submit(request, is_helped=is_helped)
@@ -351,6 +356,7 @@ class Delivery:
         try:
             # If a slot may be filled as soon as it is free, the order of uses does not matter.
             has_order = not self._device.is_writable_at_once
+            ring.take_back()
             if has_order and slots and ring.in_use is not None:
                 slots[ring.in_use].release()
             ring.hand_back()

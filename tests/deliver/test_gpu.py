@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import itertools
 import math
@@ -41,6 +42,14 @@ def spin(cupy):
         long long start = clock64(); while (clock64() - start < cycles); }"""
     kernel = cupy.RawKernel(source, "spin")
     return lambda cycles=SPIN_CYCLES: kernel((1,), (1,), (np.int64(cycles),))
+
+
+@pytest.fixture(params=["core", "python"])
+def uploader(request, monkeypatch):
+    """Have batches uploaded by the core, as those that are copied are, or by Python, as others."""
+    if request.param == "python":
+        monkeypatch.setattr(h5async.deliver.cuda.CudaDevice, "uploads", lambda self, core: None)
+    return request.param
 
 
 @pytest.fixture
@@ -91,7 +100,7 @@ def all_right(path, kept):
 @pytest.mark.parametrize("prefetch", [1, 2, 3, 4])
 @pytest.mark.parametrize("num_threads", [0, 1, 4])
 def test_no_slot_is_overwritten_while_a_slow_stream_uses_it(
-    cupy, spin, images, prefetch, num_threads
+    cupy, spin, images, prefetch, num_threads, uploader
 ):
     options = {"batch_size": BATCH, "prefetch": prefetch, "num_threads": num_threads}
     with AsyncReader(hdf5_path=images, shuffle="full", device="cuda", **options) as reader:
@@ -101,7 +110,7 @@ def test_no_slot_is_overwritten_while_a_slow_stream_uses_it(
     assert len(kept) == 2 * N // BATCH
 
 
-def test_the_same_on_a_stream_of_the_callers_own(cupy, spin, images):
+def test_the_same_on_a_stream_of_the_callers_own(cupy, spin, images, uploader):
     stream = cupy.cuda.Stream(non_blocking=True)
     with AsyncReader(hdf5_path=images, batch_size=BATCH, device="cuda") as reader, stream:
         poison(reader)
@@ -110,7 +119,7 @@ def test_the_same_on_a_stream_of_the_callers_own(cupy, spin, images):
         assert all_right(images, kept)
 
 
-def test_batches_may_be_used_on_alternating_streams(cupy, spin, images):
+def test_batches_may_be_used_on_alternating_streams(cupy, spin, images, uploader):
     """A batch is handed back on the stream that is current then."""
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(3)]
     kept = []
@@ -130,7 +139,7 @@ def test_batches_may_be_used_on_alternating_streams(cupy, spin, images):
         assert all_right(images, kept)
 
 
-def test_several_readers_at_once(cupy, spin, images):
+def test_several_readers_at_once(cupy, spin, images, uploader):
     options = {"hdf5_path": images, "batch_size": BATCH, "device": "cuda", "shuffle": "full"}
     with AsyncReader(seed=1, **options) as one, AsyncReader(seed=2, **options) as two:
         poison(one)
@@ -142,12 +151,38 @@ def test_several_readers_at_once(cupy, spin, images):
         assert all_right(images, kept)
 
 
+def leave_out(guard, monkeypatch):
+    """Have the core's uploads lack a guard: some calls of the driver do nothing."""
+    of_core = h5async.deliver.cuda.core_uploads
+
+    def without(core, gpu, stream, *more):
+        found = of_core(core, gpu, stream, *more)
+        names = {"release": "cuEventRecord", "acquire": "cuStreamWaitEvent"}
+        name = names.get(guard, "cuEventQuery")
+        types = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint]
+        types = types[: {"cuEventQuery": 2, "cuEventRecord": 3}.get(name, 4)]
+        of_driver = ctypes.CFUNCTYPE(*types)(getattr(found.struct, name))
+        place = 1 if guard == "release" else 0  # of the stream
+
+        def call(*arguments):
+            is_left_out = guard == "wait_writable" or arguments[place] != stream
+            return 0 if is_left_out else of_driver(*arguments)
+
+        function = ctypes.CFUNCTYPE(*types)(call)
+        setattr(found.struct, name, ctypes.cast(function, ctypes.c_void_p).value)
+        return found._replace(keep=(*found.keep, function))
+
+    monkeypatch.setattr(h5async.deliver.cuda, "core_uploads", without)
+
+
 @pytest.mark.wrong_on_purpose
 @pytest.mark.parametrize("guard", ["release", "wait_writable", "acquire"])
-def test_these_tests_see_a_missing_guard(cupy, spin, images, guard, monkeypatch):
+def test_these_tests_see_a_missing_guard(cupy, spin, images, guard, uploader, monkeypatch):
     monkeypatch.setattr(h5async.deliver.cuda.CudaSlot, guard, lambda self: None)
     if guard == "wait_writable":
         monkeypatch.setattr(h5async.deliver.cuda.CudaSlot, "is_writable", lambda self: True)
+    if uploader == "core":
+        leave_out(guard, monkeypatch)
     stream = cupy.cuda.Stream(non_blocking=True)
     with AsyncReader(hdf5_path=images, batch_size=BATCH, prefetch=1, device="cuda") as reader:
         poison(reader)

@@ -1078,6 +1078,16 @@ CUresult cuEventQuery(CUevent event)
     return (CUresult)cudaEventQuery(event);
 }
 
+CUresult cuEventSynchronize(CUevent event)
+{
+    return (CUresult)cudaEventSynchronize(event);
+}
+
+CUresult cuMemcpyHtoDAsync(CUdeviceptr target, const void *source, size_t nbytes, CUstream stream)
+{
+    return (CUresult)cudaMemcpyAsync((void *)target, source, nbytes, cudaMemcpyHostToDevice, stream);
+}
+
 CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags)
 {
     return (CUresult)cudaStreamWaitEvent(stream, event, flags);
@@ -1114,6 +1124,26 @@ CUresult cuCtxSetCurrent(CUcontext context)
         if (context == (CUcontext)&gpus[i])
             current = i;
     return CUDA_SUCCESS;
+}
+
+enum { MAX_PUSHED = 8 };
+static __thread CUcontext pushed[MAX_PUSHED];
+static __thread int num_pushed;
+
+CUresult cuCtxPushCurrent(CUcontext context)
+{
+    if (num_pushed == MAX_PUSHED)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    cuCtxGetCurrent(&pushed[num_pushed++]);
+    return cuCtxSetCurrent(context);
+}
+
+CUresult cuCtxPopCurrent(CUcontext *context)
+{
+    if (num_pushed == 0)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    cuCtxGetCurrent(context);
+    return cuCtxSetCurrent(pushed[--num_pushed]);
 }
 
 CUresult cuCtxGetDevice(CUdevice *gpu)
