@@ -15,6 +15,7 @@ The caller's streams are CuPy's current one and, if PyTorch uses the GPU, PyTorc
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,9 +26,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import Core
-from h5async.deliver.cudafield import CoreUploads, CudaField, core_uploads, cupy_has
+from h5async.deliver.cudafield import (
+    CoreSlot,
+    CoreUploads,
+    CudaField,
+    captured,
+    core_uploads,
+    cupy_has,
+    new_field,
+    taking_in_order,
+)
 from h5async.deliver.decodeplan import EncodedPlan, NotDecoded
-from h5async.deliver.device import Device, DeviceSlot, LaidOut, PinnedPart, SlotContents, host_slot
+from h5async.deliver.device import Device, DeviceSlot, PinnedPart, SlotContents, host_slot
 from h5async.deliver.devicedecode import DeviceDecoder, Staging
 from h5async.deliver.gpu import Gpu, Kernels, RowChange, can_transform, in_own_thread
 from h5async.errors import DeviceError, H5AsyncError, forget_frames
@@ -38,7 +48,7 @@ from h5async.order.selection import Selection
 from h5async.plan.transform import RowTransform
 from h5async.read.queue import MAX_STREAMS, Turns
 from h5async.samples.assembly import SlotMemory
-from h5async.samples.fieldkind import Outline, field_of
+from h5async.samples.fieldkind import field_of
 from h5async.samples.samplearrays import memory_of, native, with_memory
 from h5async.spelling import named
 
@@ -112,16 +122,15 @@ class CudaSlot(DeviceSlot):
             name = list(contents.transforms)[column]
             self._columns[name] = column
             if outline.is_varying:
-                self._others[name] = self._new_field(
-                    outline, contents, laid_out, made, is_done=on_host[column]
+                self._others[name] = new_field(
+                    gpu, device.kernels, outline, contents, laid_out, made, is_done=on_host[column]
                 )
         # Sample numbers, for the cache.
         self._index = gpu.pinned_memory(8 * rows).view(np.int64)
         self._index_on_device = cupy.empty(rows, np.int64)
         self._every = gpu.on_device(np.arange(rows, dtype=np.int64))
-        self._uploaded = gpu.event(blocks=True)
         self._ready = gpu.event()
-        self._decoded = gpu.event(blocks=True)
+        self._uploaded, self._decoded = gpu.event(blocks=True), gpu.event(blocks=True)
         self._done = gpu.event(blocks=True, is_timed=True)
         self._begun = [gpu.event(is_timed=True) for _ in range(2)]  # the upload, and the kernels
         self._sent = gpu.event(is_timed=True)
@@ -135,31 +144,6 @@ class CudaSlot(DeviceSlot):
             return _Rows(raw, raw, None)
         delivered = self._gpu.cupy.empty((len(own), *transform.row), transform.dtype)
         return _Rows(raw, delivered, self._device.kernels.row_change(transform))
-
-    def _new_field(
-        self,
-        outline: Outline,
-        contents: SlotContents,
-        laid_out: LaidOut,
-        made: Sequence[PinnedPart],
-        *,
-        is_done: bool,
-    ) -> CudaField:
-        """Return a field that is not in the block."""
-        gpu, kernels = self._gpu, self._device.kernels
-        if outline.is_encoded:  # decoded images have pinned memory of their own
-            is_pinned = contents.shared is None and not contents.has_postprocess
-            return CudaField(gpu, kernels, self.num_rows, outline, is_pinned=is_pinned)
-        transforms = list(contents.transforms.values())
-        own = [transforms[column] for column in outline.columns]
-        parts = [
-            PinnedPart(
-                laid_out.varying[column], gpu.pin, one.likely * self.memory.out[column][:1].nbytes
-            )
-            for column, one in zip(outline.columns, own, strict=True)
-        ]
-        parts += made
-        return CudaField(gpu, kernels, self.num_rows, outline, own, parts, is_done=is_done)
 
     def warm_up(self) -> None:
         """Run each kernel of a transform, on the current stream, and wait for it.
@@ -182,16 +166,22 @@ class CudaSlot(DeviceSlot):
 
     @property
     def delivered(self) -> SlotMemory:
-        """The arrays whose first rows are delivered; none if more than copies makes them."""
-        found = [rows.delivered for rows in self._rows if rows is not None and rows.change is None]
+        """The arrays whose first rows are delivered; none if not all lie in the block."""
+        found = [rows.delivered for rows in self._rows if rows is not None]
         arrays = tuple(found) if len(found) == len(self._rows) and not self._others else ()
         return SlotMemory(arrays, arrays)
 
-    @property
-    def copied(self) -> tuple[Any, ...]:
-        """What is uploaded at once, on the host and on the GPU, and the events that order it."""
+    def for_core(self) -> CoreSlot:
+        """Return what the core needs to upload it."""
+        changed = [i for i, rows in enumerate(self._rows) if rows is not None and rows.change]
+        whole, graph = FillOutcome(np.arange(self.num_rows), ()), None
+        if changed:
+            with self._device.work_stream as stream:
+                graph = captured(
+                    self._gpu, stream, lambda: [self._transformed(i, whole) for i in changed]
+                )
         events = self._uploaded, self._ready, *self._released
-        return self._host_block, self._device_block, events
+        return CoreSlot(self._host_block, self._device_block, events, graph)
 
     def is_writable(self) -> bool:
         """Tell whether the last upload out of the host arrays is done. Never blocks."""
@@ -396,23 +386,17 @@ class CudaDevice(Device):
 
     def uploads(self, core: Core) -> CoreUploads | None:
         """Return what the core needs to upload batches itself; None if it cannot."""
-        slot, copied = self.slots[0], [one.copied for one in self.slots]
-        if self.cache or self.decoders or not slot.delivered.out:
+        gpu, own = self.gpu, self.slots[0].memory.out
+        is_all = self.slots[0].delivered.out and not (self.cache or self.decoders)
+        if not is_all or not isinstance(gpu.driver, ctypes.CDLL):  # a stand-in has no addresses
             return None
-        stream, own = self.copy_stream.ptr, slot.memory.out
-        return core_uploads(core, self.gpu, stream, copied, slot.num_rows, own)
+        with gpu.working("kernels cannot be captured"):
+            slots = [slot.for_core() for slot in self.slots]
+        return core_uploads(core, gpu, (self.copy_stream.ptr, self.work_stream.ptr), slots, own)
 
     def taking(self, turns: Turns) -> Callable[..., bool]:
         """Return what takes batches in turn, in the order of the caller's streams."""
-        struct, take, gpu = turns.struct, turns.take, self.gpu
-
-        def take_in_order(*arguments: Any) -> bool:
-            streams = gpu.streams_anywhere()
-            struct.num_streams = len(streams)
-            struct.streams[: len(streams)] = streams
-            return take(*arguments)
-
-        return take_in_order
+        return taking_in_order(self.gpu, turns)
 
     def _compile(self) -> None:
         gpu = self.gpu

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from h5async.deliver.device import Device, Empty, host_slot
+from h5async.deliver.device import Empty, host_slot
 from h5async.deliver.slots import Assignment, SlotRing
 from h5async.errors import (
     ConfigError,
@@ -63,19 +63,18 @@ class Delivery:
         counts: ReaderCounts,
         recorder: Recorder,
     ) -> None:
-        self._setup = setup
-        self._ring = ring
+        self._setup, self._ring = setup, ring
         self._position = position
         self._counts = counts
         self._recorder = recorder
         self._device = setup.device
+        self._fills_at_once = setup.device.is_writable_at_once  # or the core waits until it may
         self._transforms = list(zip(setup.transforms.values(), setup.samplings.rows, strict=True))
         self._on_host = [not transform.is_identity for transform, _ in self._transforms]
         # On the host, masks are made when a batch is handed over.
         self._masks_to_upload = list(setup.masks.values()) if setup.is_on_gpu else []
         self._filler: Filler | HelperFiller
         self._submissions: Submissions | PostedBatches | None = None
-        self._is_uploaded = False  # by the core, which waits until slots may be written to
         self._may_have_lost = False  # an assignment is not submitted yet
         self._is_left = False  # filling here was interrupted, and what is left is not dropped yet
         config, files = setup.config, setup.opened.skipped
@@ -97,7 +96,7 @@ class Delivery:
         submissions: Submissions | PostedBatches | None = None
         if isinstance(filler, Filler):
             submissions = filler.submissions
-            self._is_uploaded = submissions is not None and submissions.are_uploaded
+            self._fills_at_once |= submissions is not None and submissions.are_uploaded
         elif self._may_have_turns() and setup.config.postprocess is None:
             if all(kind.is_plain for kind in setup.kinds.values()):
                 submissions = filler.post(setup.samplings, setup.rows, len(setup.slots))
@@ -109,10 +108,8 @@ class Delivery:
 
     def _may_have_turns(self) -> bool:
         config = self._setup.config
-        is_plain = type(self._device) is Device and self._device.is_writable_at_once
         does_more = config.copy or config.debug_lifetimes or config.on_error == "skip"
-        is_plain |= self._is_uploaded
-        return is_plain and not does_more and config.sampler is None
+        return self._fills_at_once and not does_more and config.sampler is None
 
     def _open_turns(self, submissions: Submissions | PostedBatches) -> None:
         setup = self._setup
@@ -124,8 +121,8 @@ class Delivery:
             self.put_back_turn = turns.put_back
             if setup.takes_any_samples:
                 self.give_turn, self.read_turn = turns.give, turns.read
-                is_whole = not (self._batches.has_masks or self._is_uploaded)
-                if is_whole and isinstance(submissions, Submissions):
+                lasts = not (self._batches.has_masks or setup.is_on_gpu)
+                if lasts and isinstance(submissions, Submissions):
                     submissions.read_given(self._batches.names, self._batches)
 
     def _request_of(self, slot: int, serial: int) -> FillRequest:
@@ -149,10 +146,10 @@ class Delivery:
         counts, ring, submissions = self._counts, self._ring, self._submissions
         turns = None if submissions is None else submissions.turns
         timeline = self._recorder.timeline  # the core does not tell other tools
-        if turns is None or submissions is None or (timeline is not None and timeline.open_ranges):
+        is_here = isinstance(self._filler, Filler)  # nor what helpers are asked for
+        is_told = timeline is None or (is_here and not timeline.open_ranges)
+        if turns is None or submissions is None or not is_told:
             return False
-        if timeline is not None and not isinstance(self._filler, Filler):
-            return False  # nor what helpers are asked for
         following, _, _, _, course, _ = ring.consumer
         if turns.is_lent or self._waiting or not counts.waits.have_begun:
             return False
@@ -248,10 +245,8 @@ class Delivery:
         *,
         is_helped: bool = False,
     ) -> None:
-        is_writable_at_once = self._device.is_writable_at_once or self._is_uploaded
-        slots = self._setup.slots
         for request in self._requests(assignments):
-            if is_writable_at_once or slots[request.slot].is_writable():
+            if self._fills_at_once or self._setup.slots[request.slot].is_writable():
                 submissions.submit(request, is_helped=is_helped)
             else:
                 assert isinstance(self._filler, Filler)

@@ -92,10 +92,10 @@ static const Structure ALL_STRUCTURES[] = {
             out, row_nbytes, may_keep, in_order, numbers)
     MEMBERS(Job, plan, targets, samples, rows, begun_ns, state, is_planned, is_kept, generation)
     MEMBERS(KeptSamples, fields, sources, numbers, start, step, count, stamps, state)
-    MEMBERS(UploadedSlot, host, device, uploaded, ready, released)
+    MEMBERS(UploadedSlot, host, device, uploaded, ready, released, graph)
     MEMBERS(Uploads, cuCtxPushCurrent_v2, cuCtxPopCurrent_v2, cuMemcpyHtoDAsync_v2, cuEventRecord,
-            cuEventQuery, cuEventSynchronize, cuStreamWaitEvent, context, stream, slots, begins,
-            row_nbytes, num_columns, rows, nbytes)
+            cuEventQuery, cuEventSynchronize, cuStreamWaitEvent, cuGraphLaunch, context, copy_stream,
+            work_stream, slots, begins, row_nbytes, num_columns, rows, nbytes)
     MEMBERS(Queue, fields, sources, jobs, num_fields, num_samples, num_jobs, num_threads, selected,
             start, step, table, num_columns, num_cores, is_remote, kept, uploads, reads_files, tickets, num_idle,
             fill_ns, spinners, workers, num_inside, num_changes)
