@@ -126,7 +126,11 @@ class BatchReader:
             self._batches = [self._batches_of(new, slot, slots.rows) for slot in slots.memory]
         # Whether `read_rows` reads what the core alone can, and plans for it.
         self._reads_at_once = (
-            self._reads_alone and self.far is None and self._transforms_all(self._collection)
+            self._reads_alone
+            and self.far is None
+            and self._transforms_all(
+                self._collection, [transform.is_identity for transform in self.row_transforms]
+            )
         )
         self._spare: list[Reading] = []
         self._ahead: _Batches | None = None  # plans of batches that are fetched ahead
@@ -198,14 +202,16 @@ class BatchReader:
     def transforms_all(self) -> bool:
         """Whether the core transforms all rows as it reads them, so that they can be delivered.
 
-        If they are kept in memory, as it keeps them, or reads them there.
+        If they are kept in memory, as it keeps them, or reads them there; but what a device does.
         """
-        return self._transforms_all(self._collection if self._kept is None else self._kept)
+        memory = self.slots.memory[0]
+        are_left = [raw is out for raw, out in zip(memory.raw, memory.out, strict=True)]
+        collection = self._collection if self._kept is None else self._kept
+        return self._transforms_all(collection, are_left)
 
-    def _transforms_all(self, collection: Collection | None) -> bool:
+    def _transforms_all(self, collection: Collection | None, are_left: Sequence[bool]) -> bool:
         done = collection.tables.transforms if collection else []
-        pairs = zip(done, self.row_transforms, strict=True)
-        return all(is_done or transform.is_identity for is_done, transform in pairs)
+        return all(is_done or is_left for is_done, is_left in zip(done, are_left, strict=True))
 
     def take(self, work: Callable[[Scratch], int]) -> int:
         """Lend a thread its scratch memory for a call of `BatchQueue`; return the call's result."""

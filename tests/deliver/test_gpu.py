@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import itertools
 import math
@@ -17,6 +16,7 @@ import imagecodecs
 import numpy as np
 import pytest
 from conftest import require_extra
+from gpus import leave_out_in_core
 
 import h5async.deliver.cuda
 import h5async.deliver.gpu
@@ -104,6 +104,7 @@ def test_no_slot_is_overwritten_while_a_slow_stream_uses_it(
 ):
     options = {"batch_size": BATCH, "prefetch": prefetch, "num_threads": num_threads}
     with AsyncReader(hdf5_path=images, shuffle="full", device="cuda", **options) as reader:
+        assert reader._engine.filler.submissions.are_uploaded == (uploader == "core")
         poison(reader)
         kept = late_copies(reader, spin)
         assert all_right(images, kept)
@@ -151,38 +152,13 @@ def test_several_readers_at_once(cupy, spin, images, uploader):
         assert all_right(images, kept)
 
 
-def leave_out(guard, monkeypatch):
-    """Have the core's uploads lack a guard: some calls of the driver do nothing."""
-    of_core = h5async.deliver.cuda.core_uploads
-
-    def without(core, gpu, streams, *more):
-        found = of_core(core, gpu, streams, *more)
-        names = {"release": "cuEventRecord", "acquire": "cuStreamWaitEvent"}
-        name = names.get(guard, "cuEventQuery")
-        types = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint]
-        types = types[: {"cuEventQuery": 2, "cuEventRecord": 3}.get(name, 4)]
-        of_driver = ctypes.CFUNCTYPE(*types)(getattr(found.struct, name))
-        place = 1 if guard == "release" else 0  # of the stream
-
-        def call(*arguments):
-            is_left_out = guard == "wait_writable" or arguments[place] not in streams
-            return 0 if is_left_out else of_driver(*arguments)
-
-        function = ctypes.CFUNCTYPE(*types)(call)
-        setattr(found.struct, name, ctypes.cast(function, ctypes.c_void_p).value)
-        return found._replace(keep=(*found.keep, function))
-
-    monkeypatch.setattr(h5async.deliver.cuda, "core_uploads", without)
-
-
 @pytest.mark.wrong_on_purpose
 @pytest.mark.parametrize("guard", ["release", "wait_writable", "acquire"])
 def test_these_tests_see_a_missing_guard(cupy, spin, images, guard, uploader, monkeypatch):
     monkeypatch.setattr(h5async.deliver.cuda.CudaSlot, guard, lambda self: None)
     if guard == "wait_writable":
         monkeypatch.setattr(h5async.deliver.cuda.CudaSlot, "is_writable", lambda self: True)
-    if uploader == "core":
-        leave_out(guard, monkeypatch)
+    leave_out_in_core(guard, monkeypatch)
     stream = cupy.cuda.Stream(non_blocking=True)
     with AsyncReader(hdf5_path=images, batch_size=BATCH, prefetch=1, device="cuda") as reader:
         poison(reader)
