@@ -174,7 +174,8 @@ def _find(entry: Filter) -> _EncodeOne | None:
     number, parameters = entry.number, entry.parameters
     level = parameters[0] if parameters else None
     if number == DEFLATE:
-        return lambda chunk: imagecodecs.deflate_encode(chunk, level)
+        effort = 10 if level == 9 else level  # libdeflate's 9 can exceed zlib's by a fifth
+        return lambda chunk: imagecodecs.deflate_encode(chunk, effort)
     if number == SHUFFLE and parameters:
         return partial(_shuffle, parameters[0])
     if number == FLETCHER32:

@@ -201,12 +201,7 @@ class WorkPool(Workers):
 
     def run_next(self) -> bool:
         """Do the most urgent piece of work in the calling thread; return False if there is none."""
-        if not self._enter():
-            return False
-        try:
-            return self._run_next()
-        finally:
-            self._leave()
+        return not self.is_stopped and self.run(self._run_next)
 
     def begin_next(self) -> None:
         """Do, in a thread of the pool, work that is not on the heap. Never waits for any."""
@@ -218,18 +213,20 @@ class WorkPool(Workers):
         """Do a piece of work in the calling thread; `ReaderClosedError` if the pool is stopped."""
         if threading.get_ident() in self._workers:  # work that calls the reader
             return work()
-        if not self._enter():
-            raise ReaderClosedError("the reader is closed; make a new one")
         try:
+            if not self._enter():
+                raise ReaderClosedError("the reader is closed; make a new one")
             return work()
         finally:
-            self._leave()
+            try:
+                self._leave()
+            finally:  # a signal handler may have raised in there: then nothing was released
+                self._leave()
 
     def forget_work(self) -> bool:
         """Drop all work after an exception in `run_next`; False if threads may be at work."""
         if self.num_threads:
             return False
-        self._leave()  # if the exception kept `run_next` from it
         self._heap.clear()
         if self._own_tickets is not None:
             self._own_tickets.forget()

@@ -420,7 +420,8 @@ def metadata_cache(file: h5py.File, nbytes: int) -> Iterator[None]:
     try:
         yield
     finally:  # the caller may have the file open too, and share its settings
-        file.id.set_mdc_config(before)
+        if file:  # else it was closed first: a signal handler raised as the context began
+            file.id.set_mdc_config(before)
 
 
 @contextlib.contextmanager

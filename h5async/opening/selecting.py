@@ -147,7 +147,7 @@ def _bounds(
     """Return where the sequences of one file begin, and where the last one ends: int64 (n + 1,)."""
     option, end = named("sequences"), [count] if count else []
     if kind == "last":
-        is_last = np.zeros(count, np.bool_)
+        is_last = np.zeros(1, np.bool_)  # until an array is read, whose size is checked first
         for path in sequences.last or ():
             array = values.of_file(option, file, path, count)
             if array.dtype.kind not in "biu":
@@ -155,7 +155,7 @@ def _bounds(
                     f'{file}: {option}: dataset "{path}" must hold bools, or integers,'
                     f" found {array.dtype}"
                 )
-            is_last |= array.astype(np.bool_)
+            is_last = np.logical_or(is_last, array)
         ends = np.flatnonzero(is_last[:-1]) + 1
         return np.concatenate(([0], ends, end)).astype(np.int64)
     path = getattr(sequences, kind)
@@ -394,7 +394,8 @@ class _Selecting:
             of_one = "differing numbers" if layout.is_ragged else f"{math.prod(layout.row_shape):,}"
             raise ConfigError(
                 f"{option} needs one value for each sample, and {found!r} has {of_one} of them;"
-                " name another field or dataset, or give an array"
+                ' name another field or dataset, or a column of one, as in "table[:, 0]", or give'
+                " an array"
             )
         return read_whole(layout, values.reach).reshape(-1)
 

@@ -159,7 +159,8 @@ class Selection:
     def digest(self) -> str:
         """Return a short text that only equal selections share."""
         if self.numbers is None:
-            return f"{self.start}:{self.step}:{self.size}"
+            step = 1 if self.size == 1 else self.step
+            return f"{self.start}:{step}:{self.size}"
         return hashlib.blake2b(self.numbers.astype("<i8").tobytes(), digest_size=16).hexdigest()
 
 

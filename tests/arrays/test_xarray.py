@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -152,12 +153,17 @@ def test_lazy_selections(path: Path):
         bound = st.none() | st.integers(-42, 42)
         part = st.builds(slice, bound, bound, st.sampled_from([None, 1, 2, 5, -1, -3]))
 
+        def is_read(part: slice, size: int) -> bool:
+            """Tell whether xarray can: empty slices that step back end in an IndexError of its."""
+            return part.indices(size)[2] > 0 or bool(range(size)[part])
+
         @given(st.data())
         def check(data: st.DataObject):
             key = {}
             for name, size in zip(("time", "lat", "lon"), sizes, strict=True):
                 index = st.integers(-size, size - 1)
-                key[name] = data.draw(st.one_of(part, index, st.lists(index, max_size=6)))
+                parts = part.filter(partial(is_read, size=size))
+                key[name] = data.draw(st.one_of(parts, index, st.lists(index, max_size=6)))
             xarray.testing.assert_identical(found.t2m.isel(key), expected.t2m.isel(key))
 
         check()

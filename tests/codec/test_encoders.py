@@ -66,6 +66,7 @@ def test_hdf5_reads_them(text):
             assert file[name][...].tobytes() == values.tobytes(), name
 
 
+@pytest.mark.sampled(len(NAMES))
 @pytest.mark.parametrize("text", [name for name in NAMES if name != "none"])
 def test_as_small_as_hdf5s(text):
     values = np.repeat(np.random.default_rng(0).integers(0, 50, 5000, "i4"), 3)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -41,6 +43,33 @@ def test_who_finds_no_work_asks_for_more() -> None:
     assert [pool.run_next() for _ in range(4)] == [True, True, True, False]
     assert done == [3, 1, 2]  # the first of what is found is begun at once
     pool.stop(lambda: None)
+
+
+def test_a_signal_handler_that_raises_as_a_thread_enters_or_leaves() -> None:
+    """All is released all the same, and the thread that waits for that is not left waiting."""
+    for place, is_stopped_meanwhile in itertools.product((0, 1), (True, False)):
+        done: list[str] = []
+        note_workers = Mock(side_effect=[None] * place + [KeyboardInterrupt] + [None] * 9)
+        pool = WorkPool(0, tuple, [].append, Mock(note_workers=note_workers))
+        stop = partial(pool.stop, partial(done.append, "let go"))
+        with pytest.raises(KeyboardInterrupt):
+            pool.run(stop if is_stopped_meanwhile else lambda: None)
+        stop() if place == 0 or not is_stopped_meanwhile else None
+        pool.join(SECONDS)
+        assert done == ["let go"]
+
+
+def test_work_that_runs_other_work_stays_counted() -> None:
+    pool, done = pool_of(0), []
+
+    def work() -> None:
+        pool.run_next()
+        pool.stop(lambda: done.append("let go"))
+        done.append("still at work")
+
+    pool.add(0, [work])
+    assert pool.run_next()
+    assert done == ["still at work", "let go"]
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])

@@ -161,7 +161,6 @@ def test_empty_selections(files, chosen):
         ("nowhere.npy", "cannot be read as a .npy file"),
         ({"name": "a", "parts": {"b": 1}}, "there is no part 'a'"),
         (Split("val", PARTS, by="nowhere"), 'indices: .*there is no dataset "nowhere"'),
-        (Split("val", PARTS, by="data"), "must have one dimension"),
     ],
 )
 def test_selections_that_do_not_fit(files, chosen, message):
@@ -175,6 +174,12 @@ def test_selections_that_do_not_fit(files, chosen, message):
 def part(files, name, **options):
     with reader_of(files, indices=Split(name, PARTS, **options)) as reader:
         return epoch_of(reader)
+
+
+def test_a_split_by_samples_of_several_values(files):
+    with pytest.raises(ConfigError, match=r'one value for each sample.* 2 of .*"table\[:, 0\]"'):
+        part(files, "val", by="data")
+    assert part(files, "val", by="data[:, 0]").size
 
 
 @pytest.mark.parametrize(

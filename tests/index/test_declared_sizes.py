@@ -98,6 +98,10 @@ def test_a_dataset_that_an_option_names(path, dataset, option):
     refused(path, **{option: value})
 
 
+def test_masks_of_where_sequences_end(path):
+    refused(path, sequences=Sequences(last="masks"))
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -106,7 +110,6 @@ def test_a_dataset_that_an_option_names(path, dataset, option):
         {"indices": Split("a", HALVES, by="numbers")},
         {"indices": Split("a", HALVES, stratify="numbers")},
         {"sequences": Sequences(lengths="numbers")},
-        {"sequences": Sequences(last="masks")},
         {"sequences": Sequences(groups="groups/*")},
         {"fields": {"data": Field("pairs", num_dim=(0, 1))}},
         {"fields": {"data": Field("pairs in chunks", num_dim=(0, 1))}},

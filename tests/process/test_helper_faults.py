@@ -682,7 +682,11 @@ ENDS = {
     "os._exit": ("for batch in reader: os._exit(4)", 4),
     "SIGKILL": ("for batch in reader: os.kill(os.getpid(), 9)", -9),
     "SIGTERM": ("for batch in reader: os.kill(os.getpid(), 15)", -15),
-    "SIGHUP": ("for batch in reader: os.kill(os.getpid(), 1)", -1),
+    "SIGHUP": (  # which `nohup` has ignored
+        "import signal; signal.signal(1, signal.SIG_DFL)\n"
+        "for batch in reader: os.kill(os.getpid(), 1)",
+        -1,
+    ),
     "daemon": (
         "def use():\n"
         "    while True: reader.get_next_batch(); begun.set()\n"

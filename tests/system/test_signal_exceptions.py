@@ -25,6 +25,7 @@ from conftest import SAMPLE
 
 import h5async
 from h5async import AsyncReader, Field
+from h5async.index.links import metadata_cache
 from h5async.index.metadata import list_layouts
 from h5async.io.source import owned
 from h5async.system import interruptions
@@ -333,6 +334,18 @@ def test_a_list_of_datasets(tmp_path, kind):
     for at in every_place(lambda: list(list_layouts(path)), kind, 37):
         if not isinstance(at, str):
             assert [name for name, _ in at] == ["group/data", "labels", "soft"]
+
+
+def test_settings_are_put_back_unless_the_file_is_closed_before(tmp_path):
+    """As where a signal handler raises between the beginning of a context and its block."""
+    with h5py.File(plain(tmp_path)) as file:
+        before = file.id.get_mdc_config().max_size
+        closed_later, closed_before = metadata_cache(file, 1 << 17), metadata_cache(file, 1 << 18)
+        with closed_later:
+            assert file.id.get_mdc_config().max_size == 1 << 17
+        assert file.id.get_mdc_config().max_size == before
+        closed_before.__enter__()
+    closed_before.__exit__(None, None, None)
 
 
 @pytest.mark.sampled(2)
