@@ -7,12 +7,14 @@ shows more. The module of a test that is to run there too has ``pytestmark = pyt
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 
 import fake_cupy
 import fake_nvcomp
 
+import h5async.deliver.cuda
 import h5async.deliver.devicedecode
 import h5async.deliver.devicepolicy
 import h5async.deliver.gpu
@@ -59,3 +61,27 @@ def use_fake_gpu(monkeypatch, seed, damage=None):
     monkeypatch.setattr(h5async.deliver.gpu, "load_driver", lambda: fake_cupy.driver_of(cupy))
     monkeypatch.setattr(h5async.deliver.devicedecode, "load_nvcomp", lambda: nvcomp)
     return cupy, simulation, nvcomp
+
+
+def leave_out_in_core(guard, monkeypatch):
+    """Have the core's uploads lack a guard: some calls of the driver do nothing."""
+    of_core = h5async.deliver.cuda.core_uploads
+
+    def without(core, gpu, streams, *more):
+        found = of_core(core, gpu, streams, *more)
+        names = {"release": "cuEventRecord", "acquire": "cuStreamWaitEvent"}
+        name = names.get(guard, "cuEventQuery")
+        types = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint]
+        types = types[: {"cuEventQuery": 2, "cuEventRecord": 3}.get(name, 4)]
+        of_driver = ctypes.CFUNCTYPE(*types)(getattr(found.struct, name))
+        place = 1 if guard == "release" else 0  # of the stream
+
+        def call(*arguments):
+            is_left_out = guard == "wait_writable" or arguments[place] not in streams
+            return 0 if is_left_out else of_driver(*arguments)
+
+        function = ctypes.CFUNCTYPE(*types)(call)
+        setattr(found.struct, name, ctypes.cast(function, ctypes.c_void_p).value)
+        return found._replace(keep=(*found.keep, function))
+
+    monkeypatch.setattr(h5async.deliver.cuda, "core_uploads", without)

@@ -38,7 +38,8 @@ def test_counts_of_threads_are_summed_up() -> None:
     names = [field.name for field in dataclasses.fields(ThreadCounts)]
     assert names[:4] == ["read_ns", "decode_ns", "place_ns", "gil_wait_ns"]
     assert names[4:6] == ["read_nbytes", "decoded_chunks"]
-    assert names[6:] == ["decoded_nbytes", "h5py_decoded_nbytes", "transform_ns", "plan_ns"]
+    assert names[6:8] == ["decoded_nbytes", "h5py_decoded_nbytes"]
+    assert names[8:] == ["transform_ns", "plan_ns", "upload_ns"]
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -15,18 +15,29 @@ The caller's streams are CuPy's current one and, if PyTorch uses the GPU, PyTorc
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.deliver.cudafield import CudaField, cupy_has
+from h5async.core.binding import Core
+from h5async.deliver.cudafield import (
+    CoreSlot,
+    CoreUploads,
+    CudaField,
+    captured,
+    core_uploads,
+    cupy_has,
+    new_field,
+    taking_in_order,
+)
 from h5async.deliver.decodeplan import EncodedPlan, NotDecoded
-from h5async.deliver.device import Device, DeviceSlot, LaidOut, PinnedPart, SlotContents, host_slot
+from h5async.deliver.device import Device, DeviceSlot, PinnedPart, SlotContents, host_slot
 from h5async.deliver.devicedecode import DeviceDecoder, Staging
 from h5async.deliver.gpu import Gpu, Kernels, RowChange, can_transform, in_own_thread
 from h5async.errors import DeviceError, H5AsyncError, forget_frames
@@ -35,7 +46,9 @@ from h5async.fill.resident import Budget, Residency
 from h5async.io.shared import page_memory, plain_memory
 from h5async.order.selection import Selection
 from h5async.plan.transform import RowTransform
-from h5async.samples.fieldkind import Outline, field_of
+from h5async.read.queue import MAX_STREAMS, Turns
+from h5async.samples.assembly import SlotMemory
+from h5async.samples.fieldkind import field_of
 from h5async.samples.samplearrays import memory_of, native, with_memory
 from h5async.spelling import named
 
@@ -109,20 +122,19 @@ class CudaSlot(DeviceSlot):
             name = list(contents.transforms)[column]
             self._columns[name] = column
             if outline.is_varying:
-                self._others[name] = self._new_field(
-                    outline, contents, laid_out, made, is_done=on_host[column]
+                self._others[name] = new_field(
+                    gpu, device.kernels, outline, contents, laid_out, made, is_done=on_host[column]
                 )
         # Sample numbers, for the cache.
         self._index = gpu.pinned_memory(8 * rows).view(np.int64)
         self._index_on_device = cupy.empty(rows, np.int64)
         self._every = gpu.on_device(np.arange(rows, dtype=np.int64))
-        self._uploaded = gpu.event(blocks=True)
         self._ready = gpu.event()
-        self._decoded = gpu.event(blocks=True)
+        self._uploaded, self._decoded = gpu.event(blocks=True), gpu.event(blocks=True)
         self._done = gpu.event(blocks=True, is_timed=True)
         self._begun = [gpu.event(is_timed=True) for _ in range(2)]  # the upload, and the kernels
         self._sent = gpu.event(is_timed=True)
-        self._released = [gpu.event()]
+        self._released = [gpu.event() for _ in range(MAX_STREAMS)]
 
     def _new_rows(
         self, begin: int, own: NDArray[Any], transform: RowTransform, done: bool
@@ -132,31 +144,6 @@ class CudaSlot(DeviceSlot):
             return _Rows(raw, raw, None)
         delivered = self._gpu.cupy.empty((len(own), *transform.row), transform.dtype)
         return _Rows(raw, delivered, self._device.kernels.row_change(transform))
-
-    def _new_field(
-        self,
-        outline: Outline,
-        contents: SlotContents,
-        laid_out: LaidOut,
-        made: Sequence[PinnedPart],
-        *,
-        is_done: bool,
-    ) -> CudaField:
-        """Return a field that is not in the block."""
-        gpu, kernels = self._gpu, self._device.kernels
-        if outline.is_encoded:  # decoded images have pinned memory of their own
-            is_pinned = contents.shared is None and not contents.has_postprocess
-            return CudaField(gpu, kernels, self.num_rows, outline, is_pinned=is_pinned)
-        transforms = list(contents.transforms.values())
-        own = [transforms[column] for column in outline.columns]
-        parts = [
-            PinnedPart(
-                laid_out.varying[column], gpu.pin, one.likely * self.memory.out[column][:1].nbytes
-            )
-            for column, one in zip(outline.columns, own, strict=True)
-        ]
-        parts += made
-        return CudaField(gpu, kernels, self.num_rows, outline, own, parts, is_done=is_done)
 
     def warm_up(self) -> None:
         """Run each kernel of a transform, on the current stream, and wait for it.
@@ -176,6 +163,25 @@ class CudaSlot(DeviceSlot):
         for field in self._others.values():
             field.warm_up()
         self._gpu.cupy.cuda.get_current_stream().synchronize()
+
+    @property
+    def delivered(self) -> SlotMemory:
+        """The arrays whose first rows are delivered; none if not all lie in the block."""
+        found = [rows.delivered for rows in self._rows if rows is not None]
+        arrays = tuple(found) if len(found) == len(self._rows) and not self._others else ()
+        return SlotMemory(arrays, arrays)
+
+    def for_core(self) -> CoreSlot:
+        """Return what the core needs to upload it."""
+        changed = [i for i, rows in enumerate(self._rows) if rows is not None and rows.change]
+        whole, graph = FillOutcome(np.arange(self.num_rows), ()), None
+        if changed:
+            with self._device.work_stream as stream:
+                graph = captured(
+                    self._gpu, stream, lambda: [self._transformed(i, whole) for i in changed]
+                )
+        events = self._uploaded, self._ready, *self._released
+        return CoreSlot(self._host_block, self._device_block, events, graph)
 
     def is_writable(self) -> bool:
         """Tell whether the last upload out of the host arrays is done. Never blocks."""
@@ -296,11 +302,8 @@ class CudaSlot(DeviceSlot):
     def release(self) -> None:
         """Record the caller's current streams: the next upload will wait for them."""
         with self._gpu.working("a batch could not be handed back"):
-            streams = self._gpu.streams()
-            while len(self._released) < len(streams):
-                self._released.append(self._gpu.event())
             with contextlib.ExitStack() as stack:  # all are tried, even if one fails
-                for event, stream in zip(self._released, streams, strict=False):
+                for event, stream in zip(self._released, self._gpu.streams(), strict=False):
                     stack.callback(event.record, stream)
 
     def _transformed(self, i: int, outcome: FillOutcome) -> Any:
@@ -380,6 +383,20 @@ class CudaDevice(Device):
         self.slots = slots
         self._compile()
         return list(slots)
+
+    def uploads(self, core: Core) -> CoreUploads | None:
+        """Return what the core needs to upload batches itself; None if it cannot."""
+        gpu, own = self.gpu, self.slots[0].memory.out
+        is_all = self.slots[0].delivered.out and not (self.cache or self.decoders)
+        if not is_all or not isinstance(gpu.driver, ctypes.CDLL):  # a stand-in has no addresses
+            return None
+        with gpu.working("kernels cannot be captured"):
+            slots = [slot.for_core() for slot in self.slots]
+        return core_uploads(core, gpu, (self.copy_stream.ptr, self.work_stream.ptr), slots, own)
+
+    def taking(self, turns: Turns) -> Callable[..., bool]:
+        """Return what takes batches in turn, in the order of the caller's streams."""
+        return taking_in_order(self.gpu, turns)
 
     def _compile(self) -> None:
         gpu = self.gpu

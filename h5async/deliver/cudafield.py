@@ -1,25 +1,29 @@
-"""One field of a slot on a GPU whose arrays differ in size from batch to batch.
+"""One field of a slot on a GPU whose arrays differ in size; and what the core uploads others with.
 
 Sparse or ragged samples, images, or results of `postprocess` enter, in host memory; the same with
 CuPy arrays leaves, or the plain array that is made of it here. Only the batch's actual values are
-uploaded. `cuda.py` explains how the order is kept.
+uploaded. `cuda.py` explains how the order is kept. Slots without such fields the core uploads
+(core/src/upload.c).
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.deliver.device import PinnedPart
-from h5async.deliver.gpu import Gpu, Kernels, RowChange
+from h5async.core.binding import Core, address, members_of
+from h5async.deliver.device import LaidOut, PinnedPart, SlotContents
+from h5async.deliver.gpu import Event, Gpu, Kernels, Owned, RowChange
 from h5async.errors import DeviceError
 from h5async.io.shared import MORE, Growing
 from h5async.plan.transform import RowTransform
+from h5async.read.queue import Turns
 from h5async.samples.fieldkind import Outline
 from h5async.samples.samplearrays import (
     dense_on_gpu,
@@ -194,3 +198,122 @@ class CudaField:
 def cupy_has(dtype: np.dtype[Any]) -> bool:
     """Tell whether CuPy has a type for the elements."""
     return dtype.char in _CUPY_TYPES
+
+
+def new_field(
+    gpu: Gpu,
+    kernels: Kernels,
+    outline: Outline,
+    contents: SlotContents,
+    laid_out: LaidOut,
+    made: Sequence[PinnedPart],
+    *,
+    is_done: bool,
+) -> CudaField:
+    """Return a field of a slot that is not in its block; the host makes `made` of others."""
+    if outline.is_encoded:  # decoded images have pinned memory of their own
+        is_pinned = contents.shared is None and not contents.has_postprocess
+        return CudaField(gpu, kernels, contents.rows, outline, is_pinned=is_pinned)
+    transforms = list(contents.transforms.values())
+    own = [transforms[column] for column in outline.columns]
+    parts = [
+        PinnedPart(
+            laid_out.varying[column], gpu.pin, one.likely * laid_out.memory.out[column][:1].nbytes
+        )
+        for column, one in zip(outline.columns, own, strict=True)
+    ]
+    return CudaField(gpu, kernels, contents.rows, outline, own, [*parts, *made], is_done=is_done)
+
+
+# --- uploads by the core --------------------------------------------------------------------------
+
+
+class CoreUploads(NamedTuple):
+    """What the core uploads batches with; it has addresses of what is in `keep`."""
+
+    struct: Any
+    keep: tuple[Any, ...]
+
+
+class CoreSlot(NamedTuple):
+    """A slot that the core uploads: its blocks on the host and the GPU, its events, its kernels.
+
+    The events are those that it is uploaded, ready, and released by each stream. `graph` are the
+    kernels that make all rows that are delivered; None if there are none.
+    """
+
+    host: NDArray[np.uint8]
+    device: Any
+    events: Sequence[Event]
+    graph: Owned | None
+
+
+def captured(gpu: Gpu, stream: Any, work: Callable[[], object]) -> Owned:
+    """Return the kernels that some work would launch on a stream, as a graph (CUDA's)."""
+    runtime = gpu.cupy.cuda.runtime
+    runtime.streamBeginCapture(stream.ptr, runtime.streamCaptureModeRelaxed)
+    try:
+        work()
+    finally:
+        graph = runtime.streamEndCapture(stream.ptr)
+    try:
+        found = Owned(int(runtime.graphInstantiate(graph)))
+        gpu.freed_with(found, runtime.graphExecDestroy, found.address)
+    finally:
+        runtime.graphDestroy(graph)
+    return found
+
+
+def core_uploads(
+    core: Core,
+    gpu: Gpu,
+    streams: tuple[int, int],
+    slots: Sequence[CoreSlot],
+    columns: Sequence[NDArray[Any]],
+) -> CoreUploads:
+    """Return what the core uploads the rows of slots with.
+
+    `streams` are for copies and kernels; `columns` are views of the first slot's block on the host.
+    """
+    names = [name for name in members_of(core.Uploads) if name.startswith("cu")]
+    pointers = [ctypes.cast(getattr(gpu.driver, name), ctypes.c_void_p) for name in names]
+    of_slots = (core.UploadedSlot * len(slots))()
+    for one, slot in zip(of_slots, slots, strict=True):
+        one.host, one.device = slot.host.ctypes.data, slot.device.data.ptr
+        one.uploaded, one.ready, *released = (event.address for event in slot.events)
+        one.released[:] = released
+        one.graph = None if slot.graph is None else slot.graph.address
+    block = slots[0].host
+    begins = np.array([array.ctypes.data - block.ctypes.data for array in columns], np.int64)
+    row_nbytes = np.array([array[:1].nbytes for array in columns], np.int64)
+    struct = core.Uploads(
+        *(pointer.value for pointer in pointers),
+        context=gpu.context,
+        copy_stream=streams[0],
+        work_stream=streams[1],
+        slots=ctypes.addressof(of_slots),
+        begins=address(begins),
+        row_nbytes=address(row_nbytes),
+        num_columns=len(columns),
+        rows=len(columns[0]),
+        nbytes=block.nbytes,
+    )
+    return CoreUploads(struct, (of_slots, begins, row_nbytes, slots))
+
+
+def taking_in_order(gpu: Gpu, turns: Turns) -> Callable[..., bool]:
+    """Return what takes a batch by turns of the core, in the order of the caller's streams."""
+    struct, take, get_current = turns.struct, turns.take, gpu.driver.cuCtxGetCurrent
+
+    def take_in_order(*arguments: Any) -> bool:
+        found = ctypes.c_void_p()
+        if not get_current(ctypes.byref(found)) and found.value == gpu.context:
+            streams = gpu.streams()
+        else:
+            with gpu.working("the current stream cannot be found"):
+                streams = gpu.streams()
+        struct.num_streams = len(streams)
+        struct.streams[: len(streams)] = streams
+        return take(*arguments)
+
+    return take_in_order

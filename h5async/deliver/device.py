@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.core.binding import Core
 from h5async.deliver.decodeplan import EncodedFormat
 from h5async.errors import DeviceError
 from h5async.fill.outcomes import FillOutcome
@@ -24,6 +25,7 @@ from h5async.fill.resident import Budget, Residency
 from h5async.io.shared import MORE, SharedMemory, call_before_unmap, page_memory, plain_memory
 from h5async.order.selection import Selection
 from h5async.plan.transform import RowTransform
+from h5async.read.queue import Turns
 from h5async.samples.assembly import SlotMemory
 from h5async.samples.fieldkind import Outline
 from h5async.samples.samplearrays import memory_of
@@ -172,6 +174,11 @@ class DeviceSlot:
         self._parts = parts
         self._copies: Sequence[Any] = ()  # events of the caller's work with the last batch
 
+    @property
+    def delivered(self) -> SlotMemory:
+        """The arrays whose first rows are delivered, if nothing is done but copying them."""
+        return self.memory
+
     def is_writable(self) -> bool:
         """Tell whether the host arrays may be overwritten now. Never blocks."""
         return self._pinning is None or self._pinning.are_done(self._copies)
@@ -239,6 +246,13 @@ class Device:
             for number, varying in laid_out.varying.items()
         ]
         return DeviceSlot(laid_out.memory, self._pinning, parts)
+
+    def uploads(self, core: Core) -> Any:
+        """Return what the core needs to upload batches itself; None if it cannot."""
+
+    def taking(self, turns: Turns) -> Callable[..., bool]:
+        """Return what takes batches in turn, in the order of the caller's streams."""
+        return turns.take
 
     def host_memory(self, nbytes: int) -> NDArray[np.uint8]:
         """Return host memory for arrays that a worker makes beside a slot's; in any thread.

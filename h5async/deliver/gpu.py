@@ -53,13 +53,13 @@ class Gpu:
         runtime, driver = cupy.cuda.runtime, cupy.cuda.driver
         lack = cupy.cuda.memory.OutOfMemoryError
         try:
-            self._driver = load_driver()
+            self.driver = load_driver()
         except OSError as error:
             raise DeviceError(f"{self.name}: CUDA's driver cannot be loaded ({error})") from error
         self.errors: tuple[type[Exception], ...]  # those that CUDA's errors raise
         self.errors = runtime.CUDARuntimeError, driver.CUDADriverError, lack
         with self.failing("it cannot be used"):
-            self._context = in_own_thread(partial(_primary_context, cupy, number))
+            self.context = in_own_thread(partial(_primary_context, cupy, number))
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
@@ -69,16 +69,16 @@ class Gpu:
         context, or none, makes no context.
         """
         driver, found = self.cupy.cuda.driver, ctypes.c_void_p()
-        if status := self._driver.cuCtxGetCurrent(ctypes.byref(found)):
+        if status := self.driver.cuCtxGetCurrent(ctypes.byref(found)):
             raise driver.CUDADriverError(status)
         before = found.value or 0
-        if before != self._context:
-            driver.ctxSetCurrent(self._context)
+        if before != self.context:
+            driver.ctxSetCurrent(self.context)
         try:
             yield
         finally:
             is_ours = threading.current_thread().name.startswith(THREAD_NAME)
-            if before != self._context and not is_ours:
+            if before != self.context and not is_ours:
                 driver.ctxSetCurrent(before)
 
     @contextlib.contextmanager
@@ -170,16 +170,16 @@ class Gpu:
         """Return a new stream that does not wait for the default one; this GPU is current."""
         runtime = self.cupy.cuda.runtime
         # CuPy would destroy one of its own under any context, and even if it was never made.
-        owner = _Owned(int(runtime.streamCreateWithFlags(runtime.streamNonBlocking)))
-        self._freed_with(owner, runtime.streamDestroy, owner.address)
+        owner = Owned(int(runtime.streamCreateWithFlags(runtime.streamNonBlocking)))
+        self.freed_with(owner, runtime.streamDestroy, owner.address)
         return self.cupy.cuda.Stream.from_external(owner)
 
     def event(self, *, blocks: bool = False, is_timed: bool = False) -> Event:
         """Return a new event; this GPU is current. `blocks`: waiting threads yield the core."""
         runtime = self.cupy.cuda.runtime
         flags = blocks * runtime.eventBlockingSync | (not is_timed) * runtime.eventDisableTiming
-        event = Event(self.cupy, self._driver, int(runtime.eventCreateWithFlags(flags)))
-        self._freed_with(event, runtime.eventDestroy, event.address)
+        event = Event(self.cupy, self.driver, int(runtime.eventCreateWithFlags(flags)))
+        self.freed_with(event, runtime.eventDestroy, event.address)
         return event
 
     def allocating(self) -> AbstractContextManager[None]:
@@ -202,8 +202,8 @@ class Gpu:
             # CuPy's pool may keep unused memory.
             self.cupy.get_default_memory_pool().free_all_blocks()
             address = int(cuda.runtime.malloc(nbytes))
-        owner = _Owned(address)
-        self._freed_with(owner, cuda.runtime.free, address)
+        owner = Owned(address)
+        self.freed_with(owner, cuda.runtime.free, address)
         return cuda.MemoryPointer(cuda.UnownedMemory(address, nbytes, owner, self.number), 0)
 
     def memory(self, nbytes: int) -> Any:
@@ -216,8 +216,8 @@ class Gpu:
         # Not from CuPy's pool, which takes the next power of two.
         runtime = self.cupy.cuda.runtime
         address = int(runtime.hostAlloc(max(1, nbytes), 0))
-        owner = _Owned(address, nbytes)
-        self._freed_with(owner, runtime.freeHost, address)
+        owner = Owned(address, nbytes)
+        self.freed_with(owner, runtime.freeHost, address)
         return np.asarray(owner)
 
     def pin(self, memory: NDArray[np.uint8]) -> Callable[[], object]:
@@ -232,7 +232,8 @@ class Gpu:
             self.cupy.cuda.runtime.deviceSynchronize()
         self.cupy.cuda.runtime.hostUnregister(address)
 
-    def _freed_with(self, owner: object, free: Callable[[int], object], address: int) -> None:
+    def freed_with(self, owner: object, free: Callable[[int], object], address: int) -> None:
+        """Have something freed, on this GPU, when its owner is gone."""
         weakref.finalize(owner, self._free, free, address).atexit = False
 
     def _free(self, free: Callable[[int], object], address: int) -> None:
@@ -292,7 +293,7 @@ class Event:
         return float(self._cuda.runtime.eventElapsedTime(earlier.address, self.address)) / 1e3
 
 
-class _Owned:
+class Owned:
     """Lives as long as what CUDA has made is used: a stream for CuPy, or memory, also for NumPy."""
 
     def __init__(self, address: int, nbytes: int = 0) -> None:

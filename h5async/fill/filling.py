@@ -142,10 +142,12 @@ class Filler:
             damage.lasts, damage.is_skipped = not is_drawn, config.on_error == "skip"
             assembly = Assembly(opened.kinds, samplings.rows, self._reader.first_samples)
             self.submissions: Submissions | None = None
-            queue = self._reader.open_queue() if slots.has_queue else None
+            if not (assembly.is_plain and assembly.is_view):  # Python makes more than views
+                slots.uploads, slots.delivered = None, ()
+            queue = self._reader.open_queue(slots.uploads) if slots.has_queue else None
             if queue is not None and self._resident is cache:
                 needs_python = postprocess is not None or assembly.needs_work
-                needs_python |= not slots.are_writable
+                needs_python |= not slots.are_writable and slots.uploads is None
                 self.submissions = Submissions(queue, self._reader, assembly, needs_python, cache)
             pool = self._pool = WorkPool(
                 num_threads, self._find_work, calls.on_crash, self.submissions
@@ -281,7 +283,7 @@ class Filler:
         self._executors.close()
         self._final_stats = self.stats()
         self._reader.samplings.aside = None
-        self._slots.memory = ()  # the caller may still hold a batch
+        self._slots.memory = self._slots.delivered = ()  # the caller may still hold a batch
         self._reader.close()
         self._phases.close()
         if self.submissions is not None:

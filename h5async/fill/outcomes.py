@@ -42,8 +42,9 @@ class Slots:
 
     `memory` is empty after the end, as the caller may still hold a batch. `new_memory` returns host
     memory for pixels, from which a device uploads. If slots `are_writable` at any time,
-    `before_fill` need not be called, nor `on_done` if the core fills a batch alone. `has_queue`:
-    their owner submits batches to the core's queue.
+    `before_fill` need not be called, nor `on_done` if the core fills a batch alone. Nor if it
+    uploads that by `uploads`, to memory that is then `delivered`. `has_queue`: their owner submits
+    batches to the core's queue.
     """
 
     memory: Sequence[SlotMemory]
@@ -51,6 +52,8 @@ class Slots:
     new_memory: Callable[[int], NDArray[np.uint8]] = plain_memory
     are_writable: bool = False
     has_queue: bool = False
+    uploads: Any = None
+    delivered: Sequence[SlotMemory] = ()
 
 
 class OnDevice(NamedTuple):

@@ -126,7 +126,11 @@ class BatchReader:
             self._batches = [self._batches_of(new, slot, slots.rows) for slot in slots.memory]
         # Whether `read_rows` reads what the core alone can, and plans for it.
         self._reads_at_once = (
-            self._reads_alone and self.far is None and self._transforms_all(self._collection)
+            self._reads_alone
+            and self.far is None
+            and self._transforms_all(
+                self._collection, [transform.is_identity for transform in self.row_transforms]
+            )
         )
         self._spare: list[Reading] = []
         self._ahead: _Batches | None = None  # plans of batches that are fetched ahead
@@ -145,8 +149,8 @@ class BatchReader:
         told = {field: new(raw, out, len(raw[field])) for field in self._told}
         return _Batches(self._collection, new(raw, out, rows), told)
 
-    def open_queue(self) -> BatchQueue | None:
-        """Return a queue of batches that the core reads alone; None if it cannot."""
+    def open_queue(self, uploads: Any = None) -> BatchQueue | None:
+        """Return a queue of batches that the core reads alone, and uploads; None if it cannot."""
         core, collection, kept = self.core, self._collection, None
         if core is None or collection is None or self._plan_columns:
             return None
@@ -158,7 +162,8 @@ class BatchReader:
         batches, draws = [one.batch for one in self._batches], self.samplings.draws
         orders = self.samplings.selection, None if draws is None else draws.table
         threads, reads_files = (self._num_threads, self._workers), self.fills_alone
-        return BatchQueue(core, collection.tables, batches, *threads, *orders, kept, reads_files)
+        tables, own = collection.tables, (*threads, *orders, kept)
+        return BatchQueue(core, tables, batches, *own, reads_files, uploads)
 
     def _open_kept(self, cache: HostCache, memory: SlotMemory) -> Collection | None:
         if self.core is None:
@@ -197,14 +202,16 @@ class BatchReader:
     def transforms_all(self) -> bool:
         """Whether the core transforms all rows as it reads them, so that they can be delivered.
 
-        If they are kept in memory, as it keeps them, or reads them there.
+        If they are kept in memory, as it keeps them, or reads them there; but what a device does.
         """
-        return self._transforms_all(self._collection if self._kept is None else self._kept)
+        memory = self.slots.memory[0]
+        are_left = [raw is out for raw, out in zip(memory.raw, memory.out, strict=True)]
+        collection = self._collection if self._kept is None else self._kept
+        return self._transforms_all(collection, are_left)
 
-    def _transforms_all(self, collection: Collection | None) -> bool:
+    def _transforms_all(self, collection: Collection | None, are_left: Sequence[bool]) -> bool:
         done = collection.tables.transforms if collection else []
-        pairs = zip(done, self.row_transforms, strict=True)
-        return all(is_done or transform.is_identity for is_done, transform in pairs)
+        return all(is_done or is_left for is_done, is_left in zip(done, are_left, strict=True))
 
     def take(self, work: Callable[[Scratch], int]) -> int:
         """Lend a thread its scratch memory for a call of `BatchQueue`; return the call's result."""

@@ -226,6 +226,11 @@ class Submissions(QueuedBatches):
         )
         return self.turns
 
+    @property
+    def are_uploaded(self) -> bool:
+        """Whether the core uploads batches, and so waits until slots may be written to."""
+        return not self._needs_python and self._slots.uploads is not None
+
     def read_given(self, names: Sequence[str], lasting: Any) -> None:
         """Have `Turns.read` read any samples, if it can; parameters as of `BatchReader.read_by`."""
         if self.turns is not None and self.is_plain:
@@ -307,7 +312,7 @@ class Submissions(QueuedBatches):
             return FillOutcome(NO_SAMPLES, (), latest.error)
         if latest.needs_python:
             return None
-        count, slots = latest.numbers[1], self._slots.memory
+        count, slots = latest.numbers[1], self._slots.delivered or self._slots.memory
         try:
             index = self._queue.ready(slot, serial, count)
             if index is None or not slots:  # or the reader was closed meanwhile

@@ -332,7 +332,7 @@ class ReaderCounts:
         counts, stages = done.counts, dict(done.stage_seconds)
         stages["plan"] += counts.plan_ns / 1e9
         stages["transform"] += counts.transform_ns / 1e9
-        stages["upload"] += uploads.get("upload", 0) / 1e9
+        stages["upload"] += (uploads.get("upload", 0) + counts.upload_ns) / 1e9
         stages["read"] += counts.read_ns / 1e9
         stages["decode"] += counts.decode_ns / 1e9
         stages["place"] += counts.place_ns / 1e9

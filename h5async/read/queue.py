@@ -33,7 +33,7 @@ BatchNumbers = tuple[int, int, Uint64s | None, Int64s | None, Uint64s | None]  #
 # Results of `BatchQueue.next` and `BatchQueue.do_oldest` that are not a slot.
 END, TICKET, NOTHING, READY = -1, -2, -3, -4
 _ALONE = 1  # result of `submit`: no batch that was dropped is under way
-MAX_WAITS, MAX_GIVEN, MAX_ENDS = 4096, 16, 257  # as in core/src/turns.c
+MAX_WAITS, MAX_GIVEN, MAX_ENDS, MAX_STREAMS = 4096, 16, 257, 2  # as in core/src/turns.c
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -104,6 +104,8 @@ class BatchQueue:
     positions to sample numbers, and `drawn` is the alias table from which positions are drawn, if
     they are. `kept` are samples whose rows are kept in memory, if they are: batches that have no
     others are read there, and those of others added, if the core `reads_files`; else Python does.
+    `uploads`, by `Device.uploads`: batches are uploaded when they are filled, if Python has to do
+    nothing of them.
     Without tables, `next` returns with each batch at once, and `finish` says that another process
     has filled it.
     """
@@ -119,10 +121,19 @@ class BatchQueue:
         drawn: NDArray[Any] | None = None,
         kept: KeptSamples | None = None,
         reads_files: bool = True,
+        uploads: Any = None,
     ) -> None:
         self._core, self._workers = core, workers
         of_kept = None if kept is None else kept.struct(core)
-        self._keep: tuple[Any, ...] = tables, batches, selection.numbers, drawn, kept, of_kept
+        self._keep: tuple[Any, ...] = (
+            tables,
+            batches,
+            selection.numbers,
+            drawn,
+            kept,
+            of_kept,
+            uploads,
+        )
         self._jobs = (core.Job * len(batches))()
         self._struct = core.Queue(
             fields=None if tables is None else tables.fields,
@@ -141,6 +152,7 @@ class BatchQueue:
             table=None if drawn is None else address(drawn),
             num_columns=0 if drawn is None else drawn.size,
             kept=None if of_kept is None else ctypes.pointer(of_kept),
+            uploads=None if uploads is None else ctypes.pointer(uploads.struct),
             reads_files=reads_files,
         )
         self.struct = self._queue = ctypes.pointer(self._struct)

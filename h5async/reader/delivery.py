@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from h5async.deliver.device import Device, Empty, host_slot
+from h5async.deliver.device import Empty, host_slot
 from h5async.deliver.slots import Assignment, SlotRing
 from h5async.errors import (
     ConfigError,
@@ -63,12 +63,12 @@ class Delivery:
         counts: ReaderCounts,
         recorder: Recorder,
     ) -> None:
-        self._setup = setup
-        self._ring = ring
+        self._setup, self._ring = setup, ring
         self._position = position
         self._counts = counts
         self._recorder = recorder
         self._device = setup.device
+        self._fills_at_once = setup.device.is_writable_at_once  # or the core waits until it may
         self._transforms = list(zip(setup.transforms.values(), setup.samplings.rows, strict=True))
         self._on_host = [not transform.is_identity for transform, _ in self._transforms]
         # On the host, masks are made when a batch is handed over.
@@ -96,6 +96,7 @@ class Delivery:
         submissions: Submissions | PostedBatches | None = None
         if isinstance(filler, Filler):
             submissions = filler.submissions
+            self._fills_at_once |= submissions is not None and submissions.are_uploaded
         elif self._may_have_turns() and setup.config.postprocess is None:
             if all(kind.is_plain for kind in setup.kinds.values()):
                 submissions = filler.post(setup.samplings, setup.rows, len(setup.slots))
@@ -107,9 +108,8 @@ class Delivery:
 
     def _may_have_turns(self) -> bool:
         config = self._setup.config
-        is_plain = type(self._device) is Device and self._device.is_writable_at_once
         does_more = config.copy or config.debug_lifetimes or config.on_error == "skip"
-        return is_plain and not does_more and config.sampler is None
+        return self._fills_at_once and not does_more and config.sampler is None
 
     def _open_turns(self, submissions: Submissions | PostedBatches) -> None:
         setup = self._setup
@@ -117,11 +117,12 @@ class Delivery:
         turns = submissions.open_turns(Batch, setup.sample_count, num_threads)
         if turns is not None:
             self._ring.turns = self._counts.waits.turns = turns
-            self.take_turn, self.ask_turn = turns.take, turns.ask
+            self.take_turn, self.ask_turn = self._device.taking(turns), turns.ask
             self.put_back_turn = turns.put_back
             if setup.takes_any_samples:
                 self.give_turn, self.read_turn = turns.give, turns.read
-                if isinstance(submissions, Submissions) and not self._batches.has_masks:
+                lasts = not (self._batches.has_masks or setup.is_on_gpu)
+                if lasts and isinstance(submissions, Submissions):
                     submissions.read_given(self._batches.names, self._batches)
 
     def _request_of(self, slot: int, serial: int) -> FillRequest:
@@ -145,10 +146,10 @@ class Delivery:
         counts, ring, submissions = self._counts, self._ring, self._submissions
         turns = None if submissions is None else submissions.turns
         timeline = self._recorder.timeline  # the core does not tell other tools
-        if turns is None or submissions is None or (timeline is not None and timeline.open_ranges):
+        is_here = isinstance(self._filler, Filler)  # nor what helpers are asked for
+        is_told = timeline is None or (is_here and not timeline.open_ranges)
+        if turns is None or submissions is None or not is_told:
             return False
-        if timeline is not None and not isinstance(self._filler, Filler):
-            return False  # nor what helpers are asked for
         following, _, _, _, course, _ = ring.consumer
         if turns.is_lent or self._waiting or not counts.waits.have_begun:
             return False
@@ -157,7 +158,7 @@ class Delivery:
             return False  # its first batch opens it
         if sum(serial >= following for serial in course.given) >= MAX_GIVEN:
             return False
-        slots = [slot.memory for slot in self._setup.slots]
+        slots = [slot.delivered for slot in self._setup.slots]
         with suppressing(MemoryError):  # it goes on without
             run = next_run(self._batches, course, ring, submissions, turns, slots)
             if run is not None:
@@ -244,9 +245,8 @@ class Delivery:
         *,
         is_helped: bool = False,
     ) -> None:
-        is_writable_at_once, slots = self._device.is_writable_at_once, self._setup.slots
         for request in self._requests(assignments):
-            if is_writable_at_once or slots[request.slot].is_writable():
+            if self._fills_at_once or self._setup.slots[request.slot].is_writable():
                 submissions.submit(request, is_helped=is_helped)
             else:
                 assert isinstance(self._filler, Filler)
@@ -351,6 +351,7 @@ class Delivery:
         try:
             # If a slot may be filled as soon as it is free, the order of uses does not matter.
             has_order = not self._device.is_writable_at_once
+            ring.take_back()
             if has_order and slots and ring.in_use is not None:
                 slots[ring.in_use].release()
             ring.hand_back()

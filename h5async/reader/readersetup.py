@@ -5,7 +5,7 @@ It also checks samples that the caller gives.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from h5async.config import ReaderConfig
 from h5async.config.files import paths_text
+from h5async.core.binding import load_core
 from h5async.deliver.device import Device, DeviceSlot, SlotContents
 from h5async.deliver.devicepolicy import DevicePolicy, find_device
 from h5async.errors import ConfigError, DeviceError, taking_memory
@@ -24,7 +25,7 @@ from h5async.opening.dataset import OpenedDataset, Samplings, open_dataset
 from h5async.opening.limits import MemoryBudget, made_nbytes, slot_transforms
 from h5async.opening.selecting import sample_numbers
 from h5async.order.rows import SpanRows
-from h5async.samples.assembly import by_field, names_of, outlines_of
+from h5async.samples.assembly import SlotMemory, by_field, names_of, outlines_of
 from h5async.samples.fieldkind import FieldKind, field_of
 from h5async.spelling import named
 
@@ -140,6 +141,12 @@ class ReaderSetup:
             )
         if config.cache == "device":
             self.cache = self.device.open_cache(self.samplings.selection, config.cache_bytes)
+
+    def uploaded_by_core(self) -> tuple[Any, Sequence[SlotMemory]]:
+        """Return what the core uploads batches with, and the memory where they are then."""
+        core = None if self.masks else load_core()
+        uploads = None if core is None else self.device.uploads(core)
+        return uploads, () if uploads is None else [slot.delivered for slot in self.slots]
 
     # --- given samples ----------------------------------------------------------------------------
 

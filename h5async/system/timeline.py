@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 STAGES = ("plan", "fetch", "read", "decode", "place", "transform", "postprocess", "upload")
 # Names of the core's stages, by its numbers.
 IN_MEMORY = -3  # in place of a source, in events of the core
-CORE_STAGES = ("plan", "read", "decode", "place", "transform", "request", "wait")
+CORE_STAGES = ("plan", "read", "decode", "place", "transform", "request", "wait", "upload")
 
 NO_BATCH, NO_FIELD = -1, -1
 
@@ -46,6 +46,7 @@ class ThreadCounts:
     h5py_decoded_nbytes: int = 0  # by HDF5, from chunks that only h5py reads
     transform_ns: int = 0  # by the core
     plan_ns: int = 0  # by the core, of batches in its queue
+    upload_ns: int = 0  # as before
 
     def plus(self, other: ThreadCounts, times: int = 1) -> ThreadCounts:
         """Return the sum of all counts; `other` counts `times` times."""

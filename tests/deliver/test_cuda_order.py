@@ -13,7 +13,7 @@ import h5py
 import numpy as np
 import pytest
 from cases import each
-from gpus import use_fake_gpu, use_gpu
+from gpus import leave_out_in_core, use_fake_gpu, use_gpu
 
 import h5async.deliver.cuda
 import h5async.deliver.devicepolicy
@@ -87,6 +87,7 @@ def test_without_a_guard_some_order_gives_wrong_ones(images, monkeypatch, guard)
     monkeypatch.setattr(h5async.deliver.cuda.CudaSlot, guard, lambda self: None)
     if guard == "wait_writable":
         monkeypatch.setattr(h5async.deliver.cuda.CudaSlot, "is_writable", lambda self: True)
+    leave_out_in_core(guard, monkeypatch)
     results = [run(images, monkeypatch, seed, prefetch=1, num_threads=0) for seed in range(20)]
     assert not all(results)
 

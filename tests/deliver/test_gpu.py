@@ -16,6 +16,7 @@ import imagecodecs
 import numpy as np
 import pytest
 from conftest import require_extra
+from gpus import leave_out_in_core
 
 import h5async.deliver.cuda
 import h5async.deliver.gpu
@@ -41,6 +42,14 @@ def spin(cupy):
         long long start = clock64(); while (clock64() - start < cycles); }"""
     kernel = cupy.RawKernel(source, "spin")
     return lambda cycles=SPIN_CYCLES: kernel((1,), (1,), (np.int64(cycles),))
+
+
+@pytest.fixture(params=["core", "python"])
+def uploader(request, monkeypatch):
+    """Have batches uploaded by the core, as those that are copied are, or by Python, as others."""
+    if request.param == "python":
+        monkeypatch.setattr(h5async.deliver.cuda.CudaDevice, "uploads", lambda self, core: None)
+    return request.param
 
 
 @pytest.fixture
@@ -91,17 +100,18 @@ def all_right(path, kept):
 @pytest.mark.parametrize("prefetch", [1, 2, 3, 4])
 @pytest.mark.parametrize("num_threads", [0, 1, 4])
 def test_no_slot_is_overwritten_while_a_slow_stream_uses_it(
-    cupy, spin, images, prefetch, num_threads
+    cupy, spin, images, prefetch, num_threads, uploader
 ):
     options = {"batch_size": BATCH, "prefetch": prefetch, "num_threads": num_threads}
     with AsyncReader(hdf5_path=images, shuffle="full", device="cuda", **options) as reader:
+        assert reader._engine.filler.submissions.are_uploaded == (uploader == "core")
         poison(reader)
         kept = late_copies(reader, spin)
         assert all_right(images, kept)
     assert len(kept) == 2 * N // BATCH
 
 
-def test_the_same_on_a_stream_of_the_callers_own(cupy, spin, images):
+def test_the_same_on_a_stream_of_the_callers_own(cupy, spin, images, uploader):
     stream = cupy.cuda.Stream(non_blocking=True)
     with AsyncReader(hdf5_path=images, batch_size=BATCH, device="cuda") as reader, stream:
         poison(reader)
@@ -110,7 +120,7 @@ def test_the_same_on_a_stream_of_the_callers_own(cupy, spin, images):
         assert all_right(images, kept)
 
 
-def test_batches_may_be_used_on_alternating_streams(cupy, spin, images):
+def test_batches_may_be_used_on_alternating_streams(cupy, spin, images, uploader):
     """A batch is handed back on the stream that is current then."""
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(3)]
     kept = []
@@ -130,7 +140,7 @@ def test_batches_may_be_used_on_alternating_streams(cupy, spin, images):
         assert all_right(images, kept)
 
 
-def test_several_readers_at_once(cupy, spin, images):
+def test_several_readers_at_once(cupy, spin, images, uploader):
     options = {"hdf5_path": images, "batch_size": BATCH, "device": "cuda", "shuffle": "full"}
     with AsyncReader(seed=1, **options) as one, AsyncReader(seed=2, **options) as two:
         poison(one)
@@ -144,10 +154,11 @@ def test_several_readers_at_once(cupy, spin, images):
 
 @pytest.mark.wrong_on_purpose
 @pytest.mark.parametrize("guard", ["release", "wait_writable", "acquire"])
-def test_these_tests_see_a_missing_guard(cupy, spin, images, guard, monkeypatch):
+def test_these_tests_see_a_missing_guard(cupy, spin, images, guard, uploader, monkeypatch):
     monkeypatch.setattr(h5async.deliver.cuda.CudaSlot, guard, lambda self: None)
     if guard == "wait_writable":
         monkeypatch.setattr(h5async.deliver.cuda.CudaSlot, "is_writable", lambda self: True)
+    leave_out_in_core(guard, monkeypatch)
     stream = cupy.cuda.Stream(non_blocking=True)
     with AsyncReader(hdf5_path=images, batch_size=BATCH, prefetch=1, device="cuda") as reader:
         poison(reader)

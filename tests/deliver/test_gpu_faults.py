@@ -271,6 +271,30 @@ def test_a_slot_is_not_refilled_under_an_upload_that_failed_half_way(
         assert not simulation.complaints()
 
 
+@pytest.mark.parametrize("num_threads", [0, 2])
+@pytest.mark.parametrize("where", ["cuGraphLaunch", "cudaMemcpyAsync", "cudaStreamWaitEvent"])
+@pytest.mark.parametrize("after", [0, 1, 4])
+def test_what_the_core_cannot_upload_python_does(
+    cupy, simulation, images, num_threads, where, after
+):
+    more = {"num_threads": num_threads, "decode": "host", "shuffle": "full"}
+    with AsyncReader(**options(images, **more)) as reader:
+        assert reader._engine.filler.submissions.are_uploaded
+        kept, lost = [], 0
+        for number in range(4 * N // BATCH):
+            if number == 2 * N // BATCH:
+                simulation.fail(where, after, INVALID_VALUE)
+            try:
+                batch = reader.get_next_batch()
+            except DeviceError:
+                lost += 1
+            else:
+                kept.append((batch.index, batch.data + np.float32(0)))  # by a kernel
+    assert all(is_right(images, index, data) for index, data in kept)
+    # Where the consumer's own stream was to wait, the batch is lost.
+    assert lost <= (where == "cudaStreamWaitEvent")
+
+
 def test_memory_is_unpinned_where_its_copies_cannot_be_waited_for(cupy, simulation):
     gpu, _ = find_gpu(0)
     gc.collect()  # what earlier tests have left

@@ -87,10 +87,16 @@ typedef struct Stream {
     unsigned magic, flags;
     int gpu, is_legacy;
     Operation *first, *last, *running;
+    struct Graph *captured; /* what takes the work that it is given, if it is captured */
     struct Stream *next; /* of all streams */
 } Stream;
 
-enum { STREAM = 0x57EA, EVENT = 0xE7E7 };
+typedef struct Graph { /* never freed */
+    unsigned magic;
+    Operation *first, *last;
+} Graph;
+
+enum { STREAM = 0x57EA, EVENT = 0xE7E7, GRAPH = 0x62A9 };
 
 static struct {
     int has_context;
@@ -497,6 +503,12 @@ static void put_locked(Stream *stream, Operation given)
     Operation *o = malloc(sizeof *o);
     *o = given;
     o->next = NULL;
+    if (stream->captured) {
+        Graph *graph = stream->captured;
+        *(graph->first ? &graph->last->next : &graph->first) = o;
+        graph->last = o;
+        return;
+    }
     o->sequence = ++operations;
     if (stream->first)
         stream->last->next = o;
@@ -1078,6 +1090,16 @@ CUresult cuEventQuery(CUevent event)
     return (CUresult)cudaEventQuery(event);
 }
 
+CUresult cuEventSynchronize(CUevent event)
+{
+    return (CUresult)cudaEventSynchronize(event);
+}
+
+CUresult cuMemcpyHtoDAsync(CUdeviceptr target, const void *source, size_t nbytes, CUstream stream)
+{
+    return (CUresult)cudaMemcpyAsync((void *)target, source, nbytes, cudaMemcpyHostToDevice, stream);
+}
+
 CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags)
 {
     return (CUresult)cudaStreamWaitEvent(stream, event, flags);
@@ -1114,6 +1136,26 @@ CUresult cuCtxSetCurrent(CUcontext context)
         if (context == (CUcontext)&gpus[i])
             current = i;
     return CUDA_SUCCESS;
+}
+
+enum { MAX_PUSHED = 8 };
+static __thread CUcontext pushed[MAX_PUSHED];
+static __thread int num_pushed;
+
+CUresult cuCtxPushCurrent(CUcontext context)
+{
+    if (num_pushed == MAX_PUSHED)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    cuCtxGetCurrent(&pushed[num_pushed++]);
+    return cuCtxSetCurrent(context);
+}
+
+CUresult cuCtxPopCurrent(CUcontext *context)
+{
+    if (num_pushed == 0)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    cuCtxGetCurrent(context);
+    return cuCtxSetCurrent(pushed[--num_pushed]);
 }
 
 CUresult cuCtxGetDevice(CUdevice *gpu)
@@ -1224,6 +1266,87 @@ CUresult cuLaunchKernel(CUfunction handle, unsigned grid_x, unsigned grid_y, uns
                                    .arguments = arguments,
                                    .owned = owned,
                                    .is_guarded = 1});
+    pthread_mutex_unlock(&lock);
+    return CUDA_SUCCESS;
+}
+
+/* --- graphs -----------------------------------------------------------------------------------*/
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t handle, enum cudaStreamCaptureMode mode)
+{
+    (void)mode;
+    BEGIN();
+    Stream *stream = stream_of(__func__, handle);
+    if (!stream || stream->captured)
+        return note(cudaErrorInvalidResourceHandle);
+    stream->captured = calloc(1, sizeof *stream->captured);
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t *graph)
+{
+    BEGIN();
+    Stream *stream = stream_of(__func__, handle);
+    if (!stream || !stream->captured)
+        return note(cudaErrorInvalidResourceHandle);
+    stream->captured->magic = GRAPH;
+    *graph = (cudaGraph_t)stream->captured;
+    stream->captured = NULL;
+    return cudaSuccess;
+}
+
+static Graph *graph_of(const char *where, void *handle)
+{
+    Graph *graph = handle;
+    if (graph && graph->magic == GRAPH)
+        return graph;
+    complain("%s: there is no such graph (any more)", where);
+    return NULL;
+}
+
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t *made, cudaGraph_t handle, unsigned long long flags)
+{
+    (void)flags;
+    BEGIN();
+    Graph *graph = graph_of(__func__, handle), *copied = malloc(sizeof *copied);
+    if (!graph)
+        return note(cudaErrorInvalidValue);
+    *copied = *graph;
+    *made = (cudaGraphExec_t)copied;
+    return cudaSuccess;
+}
+
+static cudaError_t destroy_graph(const char *where, void *handle)
+{
+    Graph *graph = graph_of(where, handle);
+    if (graph)
+        graph->magic = 0;
+    return graph ? cudaSuccess : note(cudaErrorInvalidValue);
+}
+
+cudaError_t cudaGraphDestroy(cudaGraph_t graph)
+{
+    return destroy_graph(__func__, graph);
+}
+
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graph)
+{
+    return destroy_graph(__func__, graph);
+}
+
+CUresult cuGraphLaunch(CUgraphExec handle, CUstream stream_handle)
+{
+    cudaError_t error = begin(__func__);
+    Graph *graph = graph_of(__func__, handle);
+    Stream *stream = stream_of(__func__, stream_handle);
+    if (error || !stream || !graph)
+        return error ? (CUresult)error : CUDA_ERROR_INVALID_HANDLE;
+    pthread_mutex_lock(&lock);
+    for (const Operation *o = graph->first; o; o = o->next) {
+        Operation again = *o;
+        again.owned = NULL, again.order = (unsigned)rand_r(&seed);
+        put_locked(stream, again);
+    }
     pthread_mutex_unlock(&lock);
     return CUDA_SUCCESS;
 }

@@ -70,16 +70,17 @@ static int plan_samples(const Queue *queue, Job *job)
                               queue->num_threads, wish->draw) == 1;
 }
 
-/* Plan a batch. Holds the lock, but not meanwhile. */
+/* Plan a batch, once its slot's memory may be written to. Holds the lock, but not meanwhile. */
 static void plan_job(Queue *queue, Job *job, Worker *w)
 {
-    int64_t begin = now_ns(), end;
-    job->state = IN_PLAN, job->begun_ns = begin;
+    job->state = IN_PLAN, job->begun_ns = now_ns();
     pthread_mutex_unlock(&queue->lock);
+    int is_writable = queue->uploads == NULL || await_upload(queue->uploads, job - queue->jobs);
+    int64_t begin = now_ns(), end;
     const Wish *wish = &job->wish;
     w->batch = wish->serial;
     begin_tracing(w);
-    int are_found = wish->begin < 0 || find_samples(queue, wish);
+    int are_found = is_writable && (wish->begin < 0 || find_samples(queue, wish));
     job->is_planned = are_found && plan_samples(queue, job);
     job->left_nbytes = job->plan->nbytes;
     end = now_ns();
@@ -145,6 +146,22 @@ static int take_range(Queue *queue, Job *job, Worker *w)
     return refused < 0;
 }
 
+/* Have a batch that is filled uploaded. Returns whether it was. Holds the lock, but not meanwhile. */
+static int upload_job(Queue *queue, Job *job, Worker *w)
+{
+    job->under_way++;
+    pthread_mutex_unlock(&queue->lock);
+    int64_t begin = now_ns();
+    w->batch = job->wish.serial;
+    begin_tracing(w);
+    int is_sent = upload_rows(queue->uploads, job - queue->jobs, job->wish.count);
+    end_stage(w, UPLOADING, &begin);
+    end_tracing(w);
+    pthread_mutex_lock(&queue->lock);
+    job->under_way--;
+    return is_sent;
+}
+
 /* Do a piece of a batch's work. Holds the lock, but not meanwhile. Returns NEXT_NOTHING where there is
    more of it, or other threads are at it; NEXT_READY; NEXT_END; or its slot, where work is left. */
 static int64_t advance(Queue *queue, Job *job, Worker *w)
@@ -159,17 +176,21 @@ static int64_t advance(Queue *queue, Job *job, Worker *w)
         return NEXT_END;
     if (is_open(job) || job->under_way)
         return NEXT_NOTHING;
+    int is_left = !job->is_planned || job->refused || job->wish.needs_python; /* Python keeps the rows itself */
+    int is_kept = queue->kept == NULL || job->is_kept || job->state == TO_KEEP || job->wish.count == 0;
+    if (!is_left && !job->is_dropped && !is_kept) {
+        job->state = TO_KEEP, job->next_item = 0, job->left_nbytes = job->plan->nbytes;
+        return NEXT_NOTHING;
+    }
+    if (queue->uploads != NULL && !is_left && !job->is_dropped)
+        is_left = !upload_job(queue, job, w);
     if (job->is_dropped) {
         end_job(job);
         return NEXT_NOTHING;
     }
-    if (!job->is_planned || job->refused || job->wish.needs_python) {
-        job->state = WITH_PYTHON; /* which keeps the rows itself */
+    if (is_left) {
+        job->state = WITH_PYTHON;
         return job - queue->jobs;
-    }
-    if (queue->kept != NULL && !job->is_kept && job->state == TO_READ && job->wish.count > 0) {
-        job->state = TO_KEEP, job->next_item = 0, job->left_nbytes = job->plan->nbytes;
-        return NEXT_NOTHING;
     }
     job->state = READY_JOB;
     int64_t most_ns = 2 * queue->fill_ns + 1000; /* so that one slow batch hardly counts: see CHEAP_NS */

@@ -110,7 +110,7 @@
     ((one)->older = (list)->newest, (one)->newer = NULL,                                          \
      *((one)->older ? &(one)->older->newer : &(list)->oldest) = (one), (list)->newest = (one))
 
-enum { ABI = 46 }; /* counts changes of the structures and functions that Python uses */
+enum { ABI = 47 }; /* counts changes of the structures and functions that Python uses */
 enum { MAX_FILTERS = 32, MAX_RANK = 33, MAX_IOVEC = 1024, MAX_PROBES = 16 };
 enum { ADVISED_NBYTES = 128 * 1024 }; /* Linux cuts longer requests to its read-ahead window */
 enum { LONG_RUN_NBYTES = 1 << 20, CLOSE_NBYTES = 4096 }; /* of a run that the system reads ahead */
@@ -184,7 +184,8 @@ typedef struct {
 
 /* What a worker has done so far, or all of them. */
 typedef struct {
-    int64_t read_ns, decode_ns, place_ns, transform_ns, plan_ns; /* plan_ns: of batches in a queue */
+    int64_t read_ns, decode_ns, place_ns, transform_ns;
+    int64_t plan_ns, upload_ns; /* of batches in a queue */
     int64_t read_nbytes, decoded_chunks, decoded_nbytes;
 } Done;
 

@@ -47,6 +47,7 @@
 #include "batch.c"
 #include "selected.c"
 #include "keep.c"
+#include "upload.c"
 #include "queue.c"
 #include "advance.c"
 #include "pyobjects.c"

@@ -17,7 +17,7 @@ typedef struct {
         TraceEvent: "TraceEvent", Failure: "Failure", Done: "Done", Taken: "Taken", Dataset: "Dataset", POINTED_TO(Libraries),  \
         POINTED_TO(Filter), POINTED_TO(Crop), POINTED_TO(Transform), POINTED_TO(Heap), POINTED_TO(Shape),           \
         POINTED_TO(Layer), POINTED_TO(StepRows), POINTED_TO(SpanRows), POINTED_TO(BatchPlan),     \
-        POINTED_TO(Target), POINTED_TO(Field), POINTED_TO(Job), POINTED_TO(Sources), POINTED_TO(Queue), POINTED_TO(KeptSamples), POINTED_TO(Worker),              \
+        POINTED_TO(Target), POINTED_TO(Field), POINTED_TO(Job), POINTED_TO(Sources), POINTED_TO(Queue), POINTED_TO(KeptSamples), POINTED_TO(Uploads), POINTED_TO(Worker),              \
         BatchPlan: "BatchPlan", Field: "Field", Target: "Target", default: "")
 
 /* A macro is not expanded within its own expansion, but when that is scanned again. */
@@ -45,8 +45,8 @@ static const Structure ALL_STRUCTURES[] = {
     MEMBERS(TraceEvent, begin_ns, end_ns, thread, batch, stage, field, source, padding)
     MEMBERS(Trace, events, capacity, count)
     MEMBERS(Failure, reason, filter, extent, cross, at, expected, found)
-    MEMBERS(Done, read_ns, decode_ns, place_ns, transform_ns, plan_ns, read_nbytes, decoded_chunks,
-            decoded_nbytes)
+    MEMBERS(Done, read_ns, decode_ns, place_ns, transform_ns, plan_ns, upload_ns, read_nbytes,
+            decoded_chunks, decoded_nbytes)
     MEMBERS(Worker, libraries, encoded, chunk, between, encoded_nbytes, chunk_nbytes, between_nbytes,
             done, returned_ns, stop, batch, failure, least_nbytes, lists_all)
     MEMBERS(Fetched, source, offset, nbytes, data)
@@ -92,8 +92,12 @@ static const Structure ALL_STRUCTURES[] = {
             out, row_nbytes, may_keep, in_order, numbers)
     MEMBERS(Job, plan, targets, samples, rows, begun_ns, state, is_planned, is_kept, generation)
     MEMBERS(KeptSamples, fields, sources, numbers, start, step, count, stamps, state)
+    MEMBERS(UploadedSlot, host, device, uploaded, ready, released, graph)
+    MEMBERS(Uploads, cuCtxPushCurrent_v2, cuCtxPopCurrent_v2, cuMemcpyHtoDAsync_v2, cuEventRecord,
+            cuEventQuery, cuEventSynchronize, cuStreamWaitEvent, cuGraphLaunch, context, copy_stream,
+            work_stream, slots, begins, row_nbytes, num_columns, rows, nbytes)
     MEMBERS(Queue, fields, sources, jobs, num_fields, num_samples, num_jobs, num_threads, selected,
-            start, step, table, num_columns, num_cores, is_remote, kept, reads_files, tickets, num_idle,
+            start, step, table, num_columns, num_cores, is_remote, kept, uploads, reads_files, tickets, num_idle,
             fill_ns, spinners, workers, num_inside, num_changes)
     MEMBERS(Taken, batches, samples, waits, wait_ns, at_ns)
     MEMBERS(EpochEnd, begin, end, done, epoch, count)
@@ -101,7 +105,7 @@ static const Structure ALL_STRUCTURES[] = {
             is_alone, waits_not, is_open, num_reading, fields, array, lasting, spare, next, asked, held, assigned, reads_ahead, loops, given_begin, given_end,
             given, next_in_run, first, stop, stride, count, epoch_end,
             epoch_batches, num_epochs, epochs, epoch, number, type, made, later, size, index, samples, run, names, arrays, part, on_left, on_epoch,
-            taken, before, begun, is_in_epoch, ends, num_ends, changes, num_rows)
+            taken, before, begun, is_in_epoch, ends, num_ends, changes, num_streams, streams, num_rows)
     MEMBERS(Window, unit, count, names, bounds, delay, begin, drawn, roots, root, last_root, num_units, size,
             window, group_rounds, block_rounds, num_blocks, skip, num_samples, blocks, keys)
     MEMBERS(Curl, curl_global_init, curl_easy_init, curl_easy_setopt, curl_easy_getinfo,

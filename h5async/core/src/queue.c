@@ -74,6 +74,7 @@ typedef struct {
     const Column *table; /* an alias table, of which samples are drawn */
     int64_t num_columns, num_cores, is_remote; /* is_remote: other processes fill the batches */
     KeptSamples *kept; /* NULL: none are */
+    const Uploads *uploads; /* NULL: batches stay on the host, or Python uploads them */
     int64_t reads_files; /* else Python plans what is read of them */
     /* The core's: */
     pthread_mutex_t lock;

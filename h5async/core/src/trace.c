@@ -6,7 +6,7 @@
    A trace ends while threads are at work. So each says, for the time of a call, that it uses the
    buffer; who ends the trace is told, and keeps the buffer as long. */
 
-enum Stage { PLANNING = 0, READING, DECODING, PLACING, TRANSFORMING, REQUESTING, WAITING };
+enum Stage { PLANNING = 0, READING, DECODING, PLACING, TRANSFORMING, REQUESTING, WAITING, UPLOADING };
 enum { SEVERAL = -1, IN_MEMORY = -3, BRIEF_NS = 1000 };
 
 struct Trace {
@@ -68,6 +68,7 @@ ALWAYS_INLINE void end_stage(Worker *w, enum Stage stage, int64_t *since)
     add_done(stage == DECODING       ? &w->done.decode_ns
              : stage == PLACING      ? &w->done.place_ns
              : stage == TRANSFORMING ? &w->done.transform_ns
+             : stage == UPLOADING    ? &w->done.upload_ns
                                      : &w->done.read_ns,
              taken);
     if (is_traced(w))

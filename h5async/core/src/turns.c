@@ -79,6 +79,8 @@ typedef struct {
     EpochEnd *ends; /* [MAX_ENDS]: of the last epochs, by number modulo MAX_ENDS */
     int64_t num_ends;
     int64_t changes; /* see changes_in_python; up to which Python knows what it has counted itself */
+    int64_t num_streams; /* of the caller, on which batches are used that are uploaded */
+    void *streams[MAX_STREAMS];
     int64_t *num_rows; /* [2 + 2 * MAX_ENDS][num_fields]: the rows of ragged fields of all batches taken, and
                           before that epoch; the same of `ends`; NULL: there are none */
 } Turns;
@@ -310,6 +312,15 @@ static Object *batch_of(const Turns *t, Object *later, Object *size, Object *ind
     return NULL;
 }
 
+/* Have the caller's streams wait for a batch, or, if they are done with it, be waited for, where batches are
+   uploaded. Returns 0 where the GPU fails: Python says so. */
+static int order_streams(const Turns *t, int64_t serial, int are_done)
+{
+    const Uploads *uploads = t->queue->uploads;
+    return uploads == NULL ||
+           order_uses(uploads, t->slot_of[serial % t->num_slots], t->streams, t->num_streams, are_done);
+}
+
 static Object *new_batch(const Turns *t)
 {
     int64_t at = t->slot_of[t->next % t->num_slots];
@@ -416,6 +427,8 @@ static Object *take(Object *self, Object *const *arguments, intptr_t count)
         (t->reads_ahead && in_run(t, t->assigned) >= t->stop))
         return PyBool_FromLong(0);
     int64_t begin = now_ns();
+    if (t->held >= 0 && !order_streams(t, t->held, 1))
+        return PyBool_FromLong(0);
     t->held = -1;
     if (t->asked <= t->next)
         t->asked = t->next + 1;
@@ -423,6 +436,7 @@ static Object *take(Object *self, Object *const *arguments, intptr_t count)
     int status = await_next(t, count == 1);
     if (status < 0)
         return NULL;
+    status = status && order_streams(t, t->next, 0);
     Object *batch = status ? new_batch(t) : NULL;
     if (status && batch == NULL)
         return NULL;

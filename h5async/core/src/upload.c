@@ -1,0 +1,84 @@
+/* Uploads batches to a GPU in the thread that has filled one, by calls of CUDA's driver. Events order these
+   as deliver/cuda.py says; they are Python's, which uploads other batches of the same slots with them. */
+
+enum { MAX_STREAMS = 2 }; /* of the caller: CuPy's and PyTorch's */
+
+/* The memory of a slot, its events, and the kernels that make what is delivered of it; NULL: there are none. */
+typedef struct {
+    const uint8_t *host;
+    uint64_t device;
+    void *uploaded, *ready, *released[MAX_STREAMS], *graph;
+} UploadedSlot;
+
+/* Functions by their names in the driver, which return 0 if all is well; of each column, where its rows
+   begin in the memory of a slot, of `nbytes`, and the bytes of a row; `rows` are those of a whole batch. */
+typedef struct {
+    int32_t (*cuCtxPushCurrent_v2)(void *), (*cuCtxPopCurrent_v2)(void **);
+    int32_t (*cuMemcpyHtoDAsync_v2)(uint64_t, const void *, size_t, void *);
+    int32_t (*cuEventRecord)(void *, void *), (*cuEventQuery)(void *), (*cuEventSynchronize)(void *);
+    int32_t (*cuStreamWaitEvent)(void *, void *, unsigned), (*cuGraphLaunch)(void *, void *);
+    void *context, *copy_stream, *work_stream;
+    const UploadedSlot *slots;
+    const int64_t *begins, *row_nbytes;
+    int64_t num_columns, rows, nbytes;
+} Uploads;
+
+static int enter_gpu(const Uploads *u)
+{
+    return u->cuCtxPushCurrent_v2(u->context) == 0;
+}
+
+static int leave_gpu(const Uploads *u, int is_well)
+{
+    void *ours;
+    return (u->cuCtxPopCurrent_v2(&ours) == 0) & is_well;
+}
+
+/* Wait until the last upload out of a slot's host memory is done. Returns 0 where the GPU fails. */
+static int await_upload(const Uploads *u, int64_t slot)
+{
+    void *uploaded = u->slots[slot].uploaded;
+    return enter_gpu(u) &&
+           leave_gpu(u, u->cuEventQuery(uploaded) == 0 || u->cuEventSynchronize(uploaded) == 0);
+}
+
+/* Put the copies of a batch's rows on the one stream, behind what used the slot's memory, and kernels on the
+   other; these take all rows of the slot, whichever the batch has. Whatever fails, the events come after all
+   that was put there. Returns 0 where the GPU fails. */
+static int upload_rows(const Uploads *u, int64_t slot, int64_t count)
+{
+    const UploadedSlot *s = &u->slots[slot];
+    if (!enter_gpu(u))
+        return 0;
+    int is_well = u->cuStreamWaitEvent(u->copy_stream, s->ready, 0) == 0;
+    for (int i = 0; i < MAX_STREAMS; i++)
+        is_well = is_well && u->cuStreamWaitEvent(u->copy_stream, s->released[i], 0) == 0;
+    if (is_well && count == u->rows)
+        is_well = u->cuMemcpyHtoDAsync_v2(s->device, s->host, (size_t)u->nbytes, u->copy_stream) == 0;
+    for (int64_t i = 0; is_well && count < u->rows && i < u->num_columns; i++) {
+        int64_t begin = u->begins[i], nbytes = count * u->row_nbytes[i];
+        if (nbytes)
+            is_well = u->cuMemcpyHtoDAsync_v2(s->device + (uint64_t)begin, s->host + begin, (size_t)nbytes,
+                                              u->copy_stream) == 0;
+    }
+    is_well &= u->cuEventRecord(s->uploaded, u->copy_stream) == 0;
+    if (s->graph != NULL && is_well)
+        is_well = u->cuStreamWaitEvent(u->work_stream, s->uploaded, 0) == 0 &&
+                  u->cuGraphLaunch(s->graph, u->work_stream) == 0;
+    is_well &= u->cuEventRecord(s->ready, s->graph ? u->work_stream : u->copy_stream) == 0;
+    return leave_gpu(u, is_well);
+}
+
+/* Have the caller's streams wait for a slot's upload; or, if they are done with its batch, note that the
+   next upload has to wait for them. Returns 0 where the GPU fails. */
+static int order_uses(const Uploads *u, int64_t slot, void *const *streams, int64_t count, int are_done)
+{
+    const UploadedSlot *s = &u->slots[slot];
+    if (!enter_gpu(u))
+        return 0;
+    int is_well = 1;
+    for (int64_t i = 0; i < count; i++)
+        is_well &= (are_done ? u->cuEventRecord(s->released[i], streams[i])
+                             : u->cuStreamWaitEvent(streams[i], s->ready, 0)) == 0;
+    return leave_gpu(u, is_well);
+}
