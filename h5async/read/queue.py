@@ -105,8 +105,8 @@ class BatchQueue:
     positions to sample numbers, and `drawn` is the alias table from which positions are drawn, if
     they are. `kept` are samples whose rows are kept in memory, if they are: batches that have no
     others are read there, and those of others added. With `uploads`, by `Device.uploads`, batches
-    are uploaded when they are filled, if Python has to do nothing of them. Without tables, `next` returns with each batch at once, and `finish` says that another process
-    has filled it.
+    are uploaded when they are filled, if Python has to do nothing of them. Without tables, `next`
+    returns with each batch at once, and `finish` says that another process has filled it.
     """
 
     def __init__(
