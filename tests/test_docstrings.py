@@ -32,6 +32,8 @@ MODULES = (
     "h5async.observe.stats",
     "h5async.torch",
     "h5async.observe.tracing",
+    "h5async.packing.newfiles",
+    "h5async.packing.pack",
 )
 NEEDED = {"h5async.torch": "torch", "h5async.config.kinds": "soundfile"}
 RAY = "read_hdf5", "train_loader", "TrainLoader"
@@ -58,6 +60,7 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("folder")
+@pytest.mark.sampled(len(MODULES))
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_run(name):
     if name in NEEDED:
@@ -71,6 +74,7 @@ def test_examples_run(name):
         assert not runner.failures, "".join(said)
 
 
+@pytest.mark.sampled(len(h5async.__all__))
 @pytest.mark.parametrize("name", sorted(set(h5async.__all__) - {"__version__"}))
 def test_public_names_have_examples_that_run(name):
     public = getattr(h5async, name)

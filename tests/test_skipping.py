@@ -588,8 +588,8 @@ def test_files_that_do_not_fit_are_errors(folder):
         ({"on_error": "skip", "max_skipped": True}, "max_skipped: must be"),
         ({"on_error": "skip", "max_skipped": float("nan")}, "max_skipped: must be"),
         ({"on_error": "skip", "max_skipped": "few"}, "max_skipped: must be"),
-        ({"ignore_errors": True}, "on_error='skip' leaves out"),
-        ({"handler": print}, "on_error='skip' leaves out"),
+        ({"ignore_errors": True}, 'on_error="skip" leaves out'),
+        ({"handler": print}, 'on_error="skip" leaves out'),
     ],
 )
 def test_options_that_do_not_fit(files, options, message):

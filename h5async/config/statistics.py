@@ -134,7 +134,7 @@ class Statistics(Mapping[str, FieldStatistics]):
     Examples
     --------
     >>> found = h5async.statistics({"hdf5_path": "sample_data/digits.h5"})
-    >>> found["labels"].frequencies["3"], found["data"].max.max()
+    >>> found["labels"].frequencies["3"], float(found["data"].max.max())
     (183, 16.0)
     >>> found.save("stats.json")
     >>> scaled = Field("data", normalize="stats.json")

@@ -213,6 +213,7 @@ class WorkPool(Workers):
         """Do a piece of work in the calling thread; `ReaderClosedError` if the pool is stopped."""
         if threading.get_ident() in self._workers:  # work that calls the reader
             return work()
+        discard = partial(self._workers.discard, threading.get_ident())
         try:
             if not self._enter():
                 raise ReaderClosedError("the reader is closed; make a new one")
@@ -220,7 +221,8 @@ class WorkPool(Workers):
         finally:
             try:
                 self._leave()
-            finally:  # a signal handler may have raised in there: then nothing was released
+            finally:  # again: signal handlers may raise in there, but not before a call of C
+                discard()
                 self._leave()
 
     def forget_work(self) -> bool:

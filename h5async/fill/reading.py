@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from h5async.core.binding import CoreTrace, counts_of
 from h5async.errors import DamagedError, is_lack_of_memory, out_of_memory, taking_memory
 from h5async.fill.outcomes import PlanColumns, Slots
-from h5async.fill.resident import Damage, HostCache
+from h5async.fill.resident import Damage, HostCache, Residency
 from h5async.opening.dataset import Samplings
 from h5async.order.rows import NO_ROW, SpanRows, StepRows, StepSpans
 from h5async.order.sampling import NO_EPOCH, FillRequest
@@ -149,14 +149,21 @@ class BatchReader:
         told = {field: new(raw, out, len(raw[field])) for field in self._told}
         return _Batches(self._collection, new(raw, out, rows), told)
 
-    def open_queue(self, uploads: Any = None) -> BatchQueue | None:
-        """Return a queue of batches that the core reads alone, and uploads; None if it cannot."""
+    def open_queue(
+        self, uploads: Any = None, resident: Residency | None = None
+    ) -> BatchQueue | None:
+        """Return a queue of batches that the core reads alone, and uploads; None if it cannot.
+
+        Where a GPU has `resident` samples, it does so only with batches of these.
+        """
         core, collection, kept = self.core, self._collection, None
         if core is None or collection is None or self._plan_columns:
             return None
         if self._kept is not None and self._cache is not None:
             cache = self._cache
             kept = KeptSamples(self._kept.tables, cache.ascending, cache.stamps, cache.state)
+        elif uploads is not None and resident is not None:
+            kept = KeptSamples(None, resident.ascending, resident.stamps, resident.state)
         elif not self.fills_alone:
             return None
         batches, draws = [one.batch for one in self._batches], self.samplings.draws

@@ -75,7 +75,7 @@ def repack(
     >>> found = h5async.repack("sample_data/digits.h5", "digits.h5", filter="lzf")
     >>> with h5py.File("digits.h5") as file:
     ...     print(file["data"].chunks, file["data"].compression)
-    (1024, 8, 8) lzf
+    (128, 8, 8) lzf
     """
     chosen = RepackOptions(**options)
     config = ReaderConfig(

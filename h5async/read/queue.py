@@ -69,13 +69,13 @@ class Reading(NamedTuple):
 
 
 class KeptSamples(NamedTuple):
-    """The samples whose rows are kept in memory, of which `tables` are.
+    """The samples whose rows are kept in memory, of which `tables` are; None: a GPU has them.
 
     Sample i there is that at position i of `ascending`. `stamps` and `state` say which of them are
     there, as in `Residency`.
     """
 
-    tables: CoreTables
+    tables: CoreTables | None
     ascending: Selection
     stamps: NDArray[np.uint8]
     state: Int64s
@@ -84,8 +84,8 @@ class KeptSamples(NamedTuple):
         """Return it as the core takes it, which this has to outlive."""
         ascending = self.ascending
         return core.KeptSamples(
-            fields=self.tables.fields,
-            sources=self.tables.sources,
+            fields=None if self.tables is None else self.tables.fields,
+            sources=None if self.tables is None else self.tables.sources,
             numbers=None if ascending.numbers is None else address(ascending.numbers),
             start=ascending.start,
             step=ascending.step,

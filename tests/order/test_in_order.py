@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,14 @@ def test_each_chunk_is_decoded_once(
         batches = read_exactly_an_epoch(reader)
         assert_decoded_once(reader, path)
     assert_same_bits(np.concatenate([batch.data for batch in batches]), expected)
+
+
+def test_chunks_of_batches_that_have_more_of_them_than_are_kept(tmp_path: Path) -> None:
+    write(path := tmp_path / "f.h5", (320, 16, 16), (2, 8, 16))
+    for num_threads, batch_size in itertools.product((0, 2), (9, 33)):
+        with open_reader(path, batch_size=batch_size, num_threads=num_threads) as reader:
+            read_exactly_an_epoch(reader)
+            assert_decoded_once(reader, path)
 
 
 @each("num_threads", [0, 2])

@@ -97,6 +97,14 @@ def do_nothing(data, labels):
 @pytest.mark.parametrize("num_threads", [0, 1, 3])
 @pytest.mark.parametrize("shuffle", [False, "full"])
 def test_no_batch_is_lost(path, workers, postprocess, num_threads, shuffle):
+    assert_none_is_lost(path, workers, postprocess, num_threads, shuffle)
+
+
+def test_no_batch_is_lost_without_threads(path):
+    assert_none_is_lost(path, "thread", do_nothing, 0, "full")
+
+
+def assert_none_is_lost(path, workers, postprocess, num_threads, shuffle):
     """A call has two places while the core takes the turns; else, and after a strike, hundreds."""
     rng = random.Random(f"{workers} {num_threads} {shuffle}")
     interrupted, due = [], 0

@@ -60,8 +60,13 @@ static int plan_samples(const Queue *queue, Job *job)
         job->generation = state_of(kept, GENERATION);
         job->is_kept = are_kept(kept, places, wish->count, job->generation);
     }
-    if (!job->is_kept && !queue->reads_files)
+    int is_on_gpu = kept != NULL && kept->fields == NULL;
+    if (!job->is_kept && (is_on_gpu || !queue->reads_files))
         return 0;
+    if (is_on_gpu) {
+        job->plan->num_items = job->plan->nbytes = 0;
+        return 1;
+    }
     for (int64_t i = 0; job->is_kept && i < queue->num_fields; i++)
         job->targets[i].is_wanted = 1; /* Python may have planned some of them */
     return h5async_plan_batch(job->plan, job->is_kept ? kept->fields : queue->fields, job->targets,
@@ -161,7 +166,8 @@ static int upload_job(Queue *queue, Job *job, Worker *w)
     int64_t begin = now_ns();
     w->batch = job->wish.serial;
     begin_tracing(w);
-    int is_sent = upload_rows(queue->uploads, job - queue->jobs, job->wish.count);
+    const int64_t *places = job->is_kept && queue->kept->fields == NULL ? places_of(job) : NULL;
+    int is_sent = upload_rows(queue->uploads, job - queue->jobs, places, job->wish.count);
     end_stage(w, UPLOADING, &begin);
     end_tracing(w);
     pthread_mutex_lock(&queue->lock);

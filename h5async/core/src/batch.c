@@ -112,7 +112,7 @@ static void do_section(void *data)
             outcome = read_heap_item(work, f, target, item) ? READ : FAILED;
         } else if (keeps_rows(f, item)) {
             outcome = read_kept_rows(work, f, target, item);
-            if (outcome == IS_BUSY && work->rows != NULL)
+            if (outcome == IS_FULL || (outcome == IS_BUSY && work->rows != NULL))
                 return;
         } else {
             while (work->cross < item->cross_end && outcome == READ)

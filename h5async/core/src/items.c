@@ -170,8 +170,16 @@ static int cut_item(BatchPlan *plan, int64_t number, int64_t takers, int64_t hel
     return 1;
 }
 
+/* Whether so many groups of rows are kept at a time: else those of a batch make way for each other. */
+static int has_room(const Field *f, const Item *item, int64_t groups)
+{
+    const Dataset *d = &shape_of(f, item)->dataset;
+    return f->store->budget_nbytes / cost_of_kept(d->chunk_samples * d->row_nbytes, d->num_cross) >= groups;
+}
+
 /* Cut items of many pieces, where there are too few items for all threads. Where rows are kept, seldom
-   more than one item of a batch has rows to be put together, so each gets helpers. */
+   more than one item of a batch has rows to be put together, so each gets helpers; unless what they put
+   together would be gone when others come for it. */
 static int cut_items(BatchPlan *plan, const Field *fields, int64_t threads)
 {
     int64_t count = plan->num_items, wanted = 4 * threads;
@@ -180,7 +188,8 @@ static int cut_items(BatchPlan *plan, const Field *fields, int64_t threads)
         int64_t parts = wanted, takers = 0;
         if (item->kind != CHUNKS || fields[item->field].crop != NULL)
             continue;
-        if (keeps_rows(&fields[item->field], item)) {
+        if (keeps_rows(&fields[item->field], item) &&
+            (count < wanted || has_room(&fields[item->field], item, count))) {
             parts = (wanted + count - 1) / count;
             takers = parts < item->num_runs ? parts : item->num_runs;
         } else if (count >= wanted) {

@@ -92,7 +92,7 @@ static const Structure ALL_STRUCTURES[] = {
             out, row_nbytes, may_keep, in_order, numbers)
     MEMBERS(Job, plan, targets, samples, rows, begun_ns, state, is_planned, is_kept, generation)
     MEMBERS(KeptSamples, fields, sources, numbers, start, step, count, stamps, state)
-    MEMBERS(UploadedSlot, host, device, uploaded, ready, released, graph)
+    MEMBERS(UploadedSlot, host, places, device, places_on_device, uploaded, ready, released, graph)
     MEMBERS(Uploads, cuCtxPushCurrent_v2, cuCtxPopCurrent_v2, cuMemcpyHtoDAsync_v2, cuEventRecord,
             cuEventQuery, cuEventSynchronize, cuStreamWaitEvent, cuGraphLaunch, context, copy_stream,
             work_stream, slots, begins, row_nbytes, num_columns, rows, nbytes)

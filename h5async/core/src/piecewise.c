@@ -4,7 +4,8 @@
    Several threads may put pieces to the same rows. Who needs the rows decodes what nobody does yet,
    and waits for the rest; who helps only decodes. */
 
-enum Outcome { FAILED = 0, READ = 1, IS_BUSY = 2 };
+/* IS_FULL: there is no room until what this thread has claimed is published. */
+enum Outcome { FAILED = 0, READ = 1, IS_BUSY = 2, IS_FULL = 3 };
 
 /* Find the chunk of a piece of an item's samples, and its extent, -1: none. Returns 0 where there is no
    such chunk, or not all that is wanted of it. */
@@ -208,6 +209,8 @@ static enum Outcome read_kept_rows(Work *work, const Field *f, const Target *tar
             work->rows = use_rows(f->store, (uint64_t)key, d->chunk_samples * d->row_nbytes,
                                   d->num_cross / num_woven(d));
         work->rows_store = f->store;
+        if (work->rows == NULL && key >= 0 && work->num_claims)
+            return IS_FULL; /* else the last group of a batch would not be there for the next one */
     }
     if (work->rows == NULL) { /* there is no room: each piece goes where it is wanted */
         for (int32_t c = 0; c < item->cross_end && item->num_runs && outcome == READ;)
