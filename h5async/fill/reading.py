@@ -160,17 +160,18 @@ class BatchReader:
         if core is None or collection is None or self._plan_columns:
             return None
         if self._kept is not None and self._cache is not None:
-            cache = self._cache
-            kept = KeptSamples(self._kept.tables, cache.ascending, cache.stamps, cache.state)
+            cache, of = self._cache, self._kept.tables
+            own = cache.ascending, cache.stamps, cache.state
+            kept = KeptSamples(of, *own, self.fills_alone)
         elif uploads is not None and resident is not None:
-            kept = KeptSamples(None, resident.ascending, resident.stamps, resident.state)
+            own = resident.ascending, resident.stamps, resident.state
+            kept = KeptSamples(None, *own, False)
         elif not self.fills_alone:
             return None
         batches, draws = [one.batch for one in self._batches], self.samplings.draws
         orders = self.samplings.selection, None if draws is None else draws.table
-        threads, reads_files = (self._num_threads, self._workers), self.fills_alone
-        tables, own = collection.tables, (*threads, *orders, kept)
-        return BatchQueue(core, tables, batches, *own, reads_files, uploads)
+        threads = self._num_threads, self._workers
+        return BatchQueue(core, collection.tables, batches, *threads, *orders, kept, uploads)
 
     def _open_kept(self, cache: HostCache, memory: SlotMemory) -> Collection | None:
         if self.core is None:
