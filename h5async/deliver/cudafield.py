@@ -308,17 +308,15 @@ def core_uploads(
 
 def taking_in_order(gpu: Gpu, turns: Turns) -> Callable[..., bool]:
     """Return what takes a batch by turns of the core, in the order of the caller's streams."""
-    struct, take, get_current = turns.struct, turns.take, gpu.driver.cuCtxGetCurrent
+    take, get_current = turns.take, gpu.driver.cuCtxGetCurrent
 
-    def take_in_order(*arguments: Any) -> bool:
+    def take_in_order(taken: list[Any], seconds: float | None = None) -> bool:
         found = ctypes.c_void_p()
         if not get_current(ctypes.byref(found)) and found.value == gpu.context:
             streams = gpu.streams()
         else:
             with gpu.working("the current stream cannot be found"):
                 streams = gpu.streams()
-        struct.num_streams = len(streams)
-        struct.streams[: len(streams)] = streams
-        return take(*arguments)
+        return take(taken, seconds is None, *streams)
 
     return take_in_order

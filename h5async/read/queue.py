@@ -456,7 +456,8 @@ class Turns:
     `BatchQueue.submit`; `is_alone`: no other thread fills batches; `is_ragged`: some fields are.
 
     `take` takes a list, to which it appends the next batch, and returns whether it did: if not, or
-    if anything is not lent, the ring goes on. Given a second argument, it hardly waits. `put_back`
+    if anything is not lent, the ring goes on. Given a second argument, it hardly waits; where
+    batches are uploaded, that says whether it waits, and the caller's streams follow. `put_back`
     undoes it, and returns whether it did. `ask` requests a batch; it returns 0 if it did not, and 2
     if that is the last of its epoch. `give` requests one of samples in a new array, and returns
     whether it did: not if that has anything but int64 below `num_samples`. `fill_own` fills a

@@ -429,7 +429,14 @@ def test_close_gives_pinned_and_device_memory_back(cupy, images, monkeypatch):
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 4])
-@pytest.mark.parametrize("delivered", [Field("data"), Field("data", axes=(0, 3, 1, 2), scale=2.0)])
+@pytest.mark.parametrize(
+    "delivered",
+    [
+        Field("data"),
+        Field("data", axes=(0, 3, 1, 2), scale=2.0),
+        Field("data", dtype="c8"),  # by Python
+    ],
+)
 def test_a_device_cache_gives_the_same_batches(cupy, spin, images, prefetch, delivered):
     fields = {"data": delivered, "labels": "labels"}
     options = {"hdf5_path": images, "batch_size": 7, "fields": fields, "shuffle": "full"}

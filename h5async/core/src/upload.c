@@ -36,12 +36,12 @@ static int leave_gpu(const Uploads *u, int is_well)
     return (u->cuCtxPopCurrent_v2(&ours) == 0) & is_well;
 }
 
-/* Wait until the last upload out of a slot's host memory is done. Returns 0 where the GPU fails. */
-static int await_upload(const Uploads *u, int64_t slot)
+/* Whether the last upload out of a slot's host memory is done; who `waits` is told 0 only where the GPU fails. */
+static int is_upload_done(const Uploads *u, int64_t slot, int waits)
 {
     void *uploaded = u->slots[slot].uploaded;
-    return enter_gpu(u) &&
-           leave_gpu(u, u->cuEventQuery(uploaded) == 0 || u->cuEventSynchronize(uploaded) == 0);
+    return enter_gpu(u) && leave_gpu(u, u->cuEventQuery(uploaded) == 0 ||
+                                            (waits && u->cuEventSynchronize(uploaded) == 0));
 }
 
 static int upload_columns(const Uploads *u, const UploadedSlot *s, int64_t count)
