@@ -18,6 +18,8 @@ given. The first batch of each reader is checked against what was written.
 - cache: readers of which every row is cached. Bytes that a batch has to move, stored ones read and
   delivered ones written, by bytes that a device-to-device copy of 1 GB reads and writes; with
   cache="host" the stored bytes, by the plain copy's.
+- small: microseconds a batch of small rows, in a loop with nothing else, beside a plain loop that
+  takes slices from h5py in order, and uploads them by `cupy.asarray`: its time by the reader's.
 - memory: what an open reader took of the device (by the driver) and of pinned memory (by h5async's
   requests for it), by slots x batch bytes: stored in pinned memory; stored, and delivered if they
   differ, on the device.
@@ -40,6 +42,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import h5py
 import numpy as np
 from bench_common import CORES, RESULTS, ROW_NBYTES, header, make_images, save
 from bench_gpu_ways import (
@@ -53,6 +56,7 @@ from bench_gpu_ways import (
     Way,
     describe,
     device_count,
+    endless,
     make_rows,
     noise_share,
     versions,
@@ -63,10 +67,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from h5async import AsyncReader
+from h5async import AsyncReader, Field
 from h5async.fill.outcomes import FillOutcome
 
 STEP_GOAL, UPLOAD_GOAL, TRANSFORM_GOAL, DECODE_GOAL, CACHE_GOAL = 1.03, 0.95, 1.10, 1.0, 0.5
+SMALL_GOAL = 1.2
 FACTORS = (0.1, 0.25, 0.5, 0.75, 0.9, 1, 1.1, 1.25, 1.5, 2, 4)  # of `load`, that compute takes
 RATIOS = (1.3, 2, 4)
 REST = 0.05  # seconds in which readers that work ahead come to rest
@@ -353,6 +358,50 @@ def cache(bench: Bench) -> Iterator[Row]:
         )
 
 
+def small(bench: Bench) -> Iterator[Row]:
+    cupy, rows = bench.gpu.cupy, 1 << (16 if bench.options.quick else 20)
+    cases = itertools.product((4, 256), (64, 256, 4096))
+    for values, size in cases:
+        path = bench.folder / f"small-{values}-{rows}.h5"
+        if not path.exists():
+            with h5py.File(path, "w") as file:
+                file["data"] = np.arange(rows * values, dtype=np.float32).reshape(rows, values)
+        ways = {
+            "in order": {},
+            "full": {"shuffle": "full"},
+            "full, scaled": {"shuffle": "full", "fields": {"data": Field("data", scale=0.5)}},
+            "full, cache=device": {"shuffle": "full", "cache": "device"},
+        }
+        with h5py.File(path) as file, contextlib.ExitStack() as stack:
+            data, count = file["data"], max(20, round(bench.options.seconds * 5000))
+            begins = itertools.cycle(range(0, rows, size))
+
+            def plain(data: Any = data, begins: Any = begins, size: int = size) -> None:
+                begin = next(begins)
+                cupy.asarray(data[begin : begin + size])
+
+            takes: dict[str, Callable[[], Any]] = {"plain": plain}
+            for name, how in ways.items():
+                more = {"labels_field": None, "device": "cuda", "batch_size": size, **how}
+                reader = stack.enter_context(AsyncReader(hdf5_path=path, **more))
+                for _ in itertools.repeat(None, 2 if "cache" in how else 0):
+                    for _ in reader:  # the first epoch may be under way already
+                        pass
+                takes[name] = partial(next, endless(reader))
+            taken = bench.turns(
+                {name: partial(bench.gpu.wall, take, count) for name, take in takes.items()}
+            )
+        for name in ways:
+            yield figure(
+                f"{4 * values} B x {size}, {name}",
+                taken[name] * 1e6,
+                "us a batch",
+                taken["plain"] / taken[name],
+                SMALL_GOAL,
+                f"plain loop: {taken['plain'] * 1e6:.3g} us",
+            )
+
+
 def memory(bench: Bench) -> Iterator[Row]:
     cupy, asked = bench.gpu.cupy, [0]
     runtime = cupy.cuda.runtime
@@ -394,7 +443,14 @@ def memory(bench: Bench) -> Iterator[Row]:
         runtime.hostAlloc = allocate
 
 
-SECTIONS = {"step": step, "upload": upload, "decode": decode, "cache": cache, "memory": memory}
+SECTIONS = {
+    "step": step,
+    "upload": upload,
+    "decode": decode,
+    "cache": cache,
+    "small": small,
+    "memory": memory,
+}
 
 
 def table(sections: dict[str, Any]) -> Table:
@@ -543,6 +599,7 @@ PANELS = {
     "upload": draw_bars,
     "decode": draw_decode,
     "cache": draw_cache,
+    "small": draw_bars,
     "memory": draw_bars,
 }
 

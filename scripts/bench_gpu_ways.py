@@ -277,6 +277,17 @@ class Gpu:
 
         return way
 
+    def wall(self, work: Callable[[], Any], count: int) -> float:
+        """Return seconds of each of some calls, after a few, until the GPU has done all of them."""
+        for _ in range(10):
+            work()
+        self.synchronize()
+        begin = time.perf_counter()
+        for _ in range(count):
+            work()
+        self.synchronize()
+        return (time.perf_counter() - begin) / count
+
     def synchronize(self) -> None:
         """Wait until the GPU has nothing left to do."""
         self.cupy.cuda.Device().synchronize()

@@ -8,6 +8,7 @@ shows more. The module of a test that is to run there too has ``pytestmark = pyt
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
 import os
 
@@ -63,25 +64,36 @@ def use_fake_gpu(monkeypatch, seed, damage=None):
     return cupy, simulation, nvcomp
 
 
-def leave_out_in_core(guard, monkeypatch):
-    """Have the core's uploads lack a guard: some calls of the driver do nothing."""
+_PARAMETERS = {"cuEventQuery": 1, "cuEventSynchronize": 1, "cuEventRecord": 2}  # else 3
+
+
+def replace_in_core(monkeypatch, replaced):
+    """Replace functions of the driver that the core's uploads call.
+
+    ``replaced[name](of_driver, streams, *arguments)``: `streams` are those of the uploads.
+    """
     of_core = h5async.deliver.cuda.core_uploads
 
-    def without(core, gpu, streams, *more):
+    def with_others(core, gpu, streams, *more):
         found = of_core(core, gpu, streams, *more)
-        names = {"release": "cuEventRecord", "acquire": "cuStreamWaitEvent"}
-        name = names.get(guard, "cuEventQuery")
-        types = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint]
-        types = types[: {"cuEventQuery": 2, "cuEventRecord": 3}.get(name, 4)]
-        of_driver = ctypes.CFUNCTYPE(*types)(getattr(found.struct, name))
-        place = 1 if guard == "release" else 0  # of the stream
+        for name, instead in replaced.items():
+            types = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint]
+            kind = ctypes.CFUNCTYPE(*types[: 1 + _PARAMETERS.get(name, 3)])
+            function = kind(functools.partial(instead, kind(getattr(found.struct, name)), streams))
+            setattr(found.struct, name, ctypes.cast(function, ctypes.c_void_p).value)
+            found = found._replace(keep=(*found.keep, function))
+        return found
 
-        def call(*arguments):
-            is_left_out = guard == "wait_writable" or arguments[place] not in streams
-            return 0 if is_left_out else of_driver(*arguments)
+    monkeypatch.setattr(h5async.deliver.cuda, "core_uploads", with_others)
 
-        function = ctypes.CFUNCTYPE(*types)(call)
-        setattr(found.struct, name, ctypes.cast(function, ctypes.c_void_p).value)
-        return found._replace(keep=(*found.keep, function))
 
-    monkeypatch.setattr(h5async.deliver.cuda, "core_uploads", without)
+def leave_out_in_core(guard, monkeypatch):
+    """Have the core's uploads lack a guard: some calls of the driver do nothing."""
+    names = {"release": "cuEventRecord", "acquire": "cuStreamWaitEvent"}
+    place = 1 if guard == "release" else 0  # of the stream
+
+    def call(of_driver, streams, *arguments):
+        is_left_out = guard == "wait_writable" or arguments[place] not in streams
+        return 0 if is_left_out else of_driver(*arguments)
+
+    replace_in_core(monkeypatch, {names.get(guard, "cuEventQuery"): call})

@@ -20,6 +20,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -125,9 +126,9 @@ class CudaSlot(DeviceSlot):
                 self._others[name] = new_field(
                     gpu, device.kernels, outline, contents, laid_out, made, is_done=on_host[column]
                 )
-        # Sample numbers, for the cache.
+        # Places in the cache; kernels copy rows of all of them, also if a batch has fewer.
         self._index = gpu.pinned_memory(8 * rows).view(np.int64)
-        self._index_on_device = cupy.empty(rows, np.int64)
+        self._index_on_device = gpu.on_device(np.zeros(rows, np.int64))
         self._every = gpu.on_device(np.arange(rows, dtype=np.int64))
         self._ready = gpu.event()
         self._uploaded, self._decoded = gpu.event(blocks=True), gpu.event(blocks=True)
@@ -173,15 +174,14 @@ class CudaSlot(DeviceSlot):
 
     def for_core(self) -> CoreSlot:
         """Return what the core needs to upload it."""
-        changed = [i for i, rows in enumerate(self._rows) if rows is not None and rows.change]
-        whole, graph = FillOutcome(np.arange(self.num_rows), ()), None
-        if changed:
-            with self._device.work_stream as stream:
-                graph = captured(
-                    self._gpu, stream, lambda: [self._transformed(i, whole) for i in changed]
-                )
-        events = self._uploaded, self._ready, *self._released
-        return CoreSlot(self._host_block, self._device_block, events, graph)
+        is_kept = bool(self._device.cache)
+        several = [i for i, rows in enumerate(self._rows) if is_kept or (rows and rows.change)]
+        whole = FillOutcome(np.arange(self.num_rows), (), is_resident=is_kept)
+        with self._device.work_stream as stream:
+            work = [partial(self._transformed, i, whole) for i in several]
+            graph = captured(self._gpu, stream, work) if work else None
+        events, places = (self._uploaded, self._ready, *self._released), self._index_on_device
+        return CoreSlot(self._host_block, self._device_block, events, graph, self._index, places)
 
     def is_writable(self) -> bool:
         """Tell whether the last upload out of the host arrays is done. Never blocks."""
@@ -387,7 +387,7 @@ class CudaDevice(Device):
     def uploads(self, core: Core) -> CoreUploads | None:
         """Return what the core needs to upload batches itself; None if it cannot."""
         gpu, own = self.gpu, self.slots[0].memory.out
-        is_all = self.slots[0].delivered.out and not (self.cache or self.decoders)
+        is_all = self.slots[0].delivered.out and not self.decoders
         if not is_all or not isinstance(gpu.driver, ctypes.CDLL):  # a stand-in has no addresses
             return None
         with gpu.working("kernels cannot be captured"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -239,21 +239,25 @@ class CoreSlot(NamedTuple):
     """A slot that the core uploads: its blocks on the host and the GPU, its events, its kernels.
 
     The events are those that it is uploaded, ready, and released by each stream. `graph` are the
-    kernels that make all rows that are delivered; None if there are none.
+    kernels that make all rows that are delivered; None if there are none. If rows are kept on the
+    GPU, they copy those at `places`, int64 (rows,), here and on the GPU.
     """
 
     host: NDArray[np.uint8]
     device: Any
     events: Sequence[Event]
     graph: Owned | None
+    places: NDArray[np.int64]
+    places_on_device: Any
 
 
-def captured(gpu: Gpu, stream: Any, work: Callable[[], object]) -> Owned:
+def captured(gpu: Gpu, stream: Any, work: Iterable[Callable[[], object]]) -> Owned:
     """Return the kernels that some work would launch on a stream, as a graph (CUDA's)."""
     runtime = gpu.cupy.cuda.runtime
     runtime.streamBeginCapture(stream.ptr, runtime.streamCaptureModeRelaxed)
     try:
-        work()
+        for launch in work:
+            launch()
     finally:
         graph = runtime.streamEndCapture(stream.ptr)
     try:
@@ -282,6 +286,7 @@ def core_uploads(
         one.host, one.device = slot.host.ctypes.data, slot.device.data.ptr
         one.uploaded, one.ready, *released = (event.address for event in slot.events)
         one.released[:] = released
+        one.places, one.places_on_device = address(slot.places), slot.places_on_device.data.ptr
         one.graph = None if slot.graph is None else slot.graph.address
     block = slots[0].host
     begins = np.array([array.ctypes.data - block.ctypes.data for array in columns], np.int64)
@@ -303,17 +308,15 @@ def core_uploads(
 
 def taking_in_order(gpu: Gpu, turns: Turns) -> Callable[..., bool]:
     """Return what takes a batch by turns of the core, in the order of the caller's streams."""
-    struct, take, get_current = turns.struct, turns.take, gpu.driver.cuCtxGetCurrent
+    take, get_current = turns.take, gpu.driver.cuCtxGetCurrent
 
-    def take_in_order(*arguments: Any) -> bool:
+    def take_in_order(taken: list[Any], seconds: float | None = None) -> bool:
         found = ctypes.c_void_p()
         if not get_current(ctypes.byref(found)) and found.value == gpu.context:
             streams = gpu.streams()
         else:
             with gpu.working("the current stream cannot be found"):
                 streams = gpu.streams()
-        struct.num_streams = len(streams)
-        struct.streams[: len(streams)] = streams
-        return take(*arguments)
+        return take(taken, seconds is None, *streams)
 
     return take_in_order

@@ -144,8 +144,10 @@ class Filler:
             self.submissions: Submissions | None = None
             if not (assembly.is_plain and assembly.is_view):  # Python makes more than views
                 slots.uploads, slots.delivered = None, ()
-            queue = self._reader.open_queue(slots.uploads) if slots.has_queue else None
-            if queue is not None and self._resident is cache:
+            kept, queue = device.cache, None
+            if slots.has_queue and (kept is None or slots.uploads is not None):
+                queue = self._reader.open_queue(slots.uploads, kept)
+            if queue is not None:
                 needs_python = postprocess is not None or assembly.needs_work
                 needs_python |= not slots.are_writable and slots.uploads is None
                 self.submissions = Submissions(queue, self._reader, assembly, needs_python, cache)

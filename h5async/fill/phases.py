@@ -114,7 +114,7 @@ class Phases:
 
         `skipped` samples were left out of `index` before. The cache had this generation then.
         """
-        if not is_planned:
+        if not is_planned or (is_kept and self._cache is None):  # what a GPU has is not planned
             self.begin(request)
             return
         batch = _Fill(request, skipped=[*skipped], is_kept=is_kept, generation=generation)

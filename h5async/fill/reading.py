@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from h5async.core.binding import CoreTrace, counts_of
 from h5async.errors import DamagedError, is_lack_of_memory, out_of_memory, taking_memory
 from h5async.fill.outcomes import PlanColumns, Slots
-from h5async.fill.resident import Damage, HostCache
+from h5async.fill.resident import Damage, HostCache, Residency
 from h5async.opening.dataset import Samplings
 from h5async.order.rows import NO_ROW, SpanRows, StepRows, StepSpans
 from h5async.order.sampling import NO_EPOCH, FillRequest
@@ -149,21 +149,29 @@ class BatchReader:
         told = {field: new(raw, out, len(raw[field])) for field in self._told}
         return _Batches(self._collection, new(raw, out, rows), told)
 
-    def open_queue(self, uploads: Any = None) -> BatchQueue | None:
-        """Return a queue of batches that the core reads alone, and uploads; None if it cannot."""
+    def open_queue(
+        self, uploads: Any = None, resident: Residency | None = None
+    ) -> BatchQueue | None:
+        """Return a queue of batches that the core reads alone, and uploads; None if it cannot.
+
+        Where a GPU has `resident` samples, it does so only with batches of these.
+        """
         core, collection, kept = self.core, self._collection, None
         if core is None or collection is None or self._plan_columns:
             return None
         if self._kept is not None and self._cache is not None:
-            cache = self._cache
-            kept = KeptSamples(self._kept.tables, cache.ascending, cache.stamps, cache.state)
+            cache, of = self._cache, self._kept.tables
+            own = cache.ascending, cache.stamps, cache.state
+            kept = KeptSamples(of, *own, self.fills_alone)
+        elif uploads is not None and resident is not None:
+            own = resident.ascending, resident.stamps, resident.state
+            kept = KeptSamples(None, *own, False)
         elif not self.fills_alone:
             return None
         batches, draws = [one.batch for one in self._batches], self.samplings.draws
         orders = self.samplings.selection, None if draws is None else draws.table
-        threads, reads_files = (self._num_threads, self._workers), self.fills_alone
-        tables, own = collection.tables, (*threads, *orders, kept)
-        return BatchQueue(core, tables, batches, *own, reads_files, uploads)
+        threads = self._num_threads, self._workers
+        return BatchQueue(core, collection.tables, batches, *threads, *orders, kept, uploads)
 
     def _open_kept(self, cache: HostCache, memory: SlotMemory) -> Collection | None:
         if self.core is None:

@@ -69,23 +69,24 @@ class Reading(NamedTuple):
 
 
 class KeptSamples(NamedTuple):
-    """The samples whose rows are kept in memory, of which `tables` are.
+    """The samples whose rows are kept in memory, of which `tables` are; None: a GPU has them.
 
     Sample i there is that at position i of `ascending`. `stamps` and `state` say which of them are
-    there, as in `Residency`.
+    there, as in `Residency`. Unless the core `reads_files`, Python reads batches of others.
     """
 
-    tables: CoreTables
+    tables: CoreTables | None
     ascending: Selection
     stamps: NDArray[np.uint8]
     state: Int64s
+    reads_files: bool
 
     def struct(self, core: Core) -> Any:
         """Return it as the core takes it, which this has to outlive."""
         ascending = self.ascending
         return core.KeptSamples(
-            fields=self.tables.fields,
-            sources=self.tables.sources,
+            fields=None if self.tables is None else self.tables.fields,
+            sources=None if self.tables is None else self.tables.sources,
             numbers=None if ascending.numbers is None else address(ascending.numbers),
             start=ascending.start,
             step=ascending.step,
@@ -103,11 +104,9 @@ class BatchQueue:
     by slot; `workers` is the core's list of those that work for the reader; `selection` maps
     positions to sample numbers, and `drawn` is the alias table from which positions are drawn, if
     they are. `kept` are samples whose rows are kept in memory, if they are: batches that have no
-    others are read there, and those of others added, if the core `reads_files`; else Python does.
-    `uploads`, by `Device.uploads`: batches are uploaded when they are filled, if Python has to do
-    nothing of them.
-    Without tables, `next` returns with each batch at once, and `finish` says that another process
-    has filled it.
+    others are read there, and those of others added. With `uploads`, by `Device.uploads`, batches
+    are uploaded when they are filled, if Python has to do nothing of them. Without tables, `next`
+    returns with each batch at once, and `finish` says that another process has filled it.
     """
 
     def __init__(
@@ -120,7 +119,6 @@ class BatchQueue:
         selection: Selection,
         drawn: NDArray[Any] | None = None,
         kept: KeptSamples | None = None,
-        reads_files: bool = True,
         uploads: Any = None,
     ) -> None:
         self._core, self._workers = core, workers
@@ -153,7 +151,7 @@ class BatchQueue:
             num_columns=0 if drawn is None else drawn.size,
             kept=None if of_kept is None else ctypes.pointer(of_kept),
             uploads=None if uploads is None else ctypes.pointer(uploads.struct),
-            reads_files=reads_files,
+            reads_files=kept is None or kept.reads_files,
         )
         self.struct = self._queue = ctypes.pointer(self._struct)
         self.num_slots = len(batches)
@@ -458,7 +456,8 @@ class Turns:
     `BatchQueue.submit`; `is_alone`: no other thread fills batches; `is_ragged`: some fields are.
 
     `take` takes a list, to which it appends the next batch, and returns whether it did: if not, or
-    if anything is not lent, the ring goes on. Given a second argument, it hardly waits. `put_back`
+    if anything is not lent, the ring goes on. Given a second argument, it hardly waits; where
+    batches are uploaded, that says whether it waits, and the caller's streams follow. `put_back`
     undoes it, and returns whether it did. `ask` requests a batch; it returns 0 if it did not, and 2
     if that is the last of its epoch. `give` requests one of samples in a new array, and returns
     whether it did: not if that has anything but int64 below `num_samples`. `fill_own` fills a

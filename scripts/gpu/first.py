@@ -160,6 +160,12 @@ STEPS = [
         bench("--only", "cache"),
         writes=FIGURES,
     ),
+    Step(
+        "bench-small",
+        "batches of small rows, beside a plain loop",
+        bench("--only", "small"),
+        writes=FIGURES,
+    ),
 ]
 
 

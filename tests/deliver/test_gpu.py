@@ -111,6 +111,33 @@ def test_no_slot_is_overwritten_while_a_slow_stream_uses_it(
     assert len(kept) == 2 * N // BATCH
 
 
+@pytest.mark.parametrize("prefetch", [1, 3])
+@pytest.mark.parametrize("num_threads", [0, 2])
+@pytest.mark.parametrize("scale", [None, 0.5])
+def test_rows_that_the_gpu_keeps_are_handed_over_by_the_core(
+    cupy, spin, images, prefetch, num_threads, scale
+):
+    options = {"batch_size": 7, "prefetch": prefetch, "num_threads": num_threads}
+    options["fields"] = {"data": Field("data", axes=(0, 3, 1, 2), scale=scale), "labels": "labels"}
+    if scale is None:
+        options["fields"]["data"] = "data"
+    with AsyncReader(
+        hdf5_path=images, shuffle="full", device="cuda", cache="device", **options
+    ) as reader:
+        poison(reader)
+        kept = late_copies(reader, spin)
+        before = reader._engine.ring.turns.taken
+        kept += late_copies(reader, spin)
+        assert reader._engine.ring.turns.taken >= before + len(reader)
+        assert sorted(np.concatenate([index for index, *_ in kept])) == sorted([*range(N)] * 4)
+        for index, data, labels in kept:
+            rows, numbers = expected(images, index)
+            if scale is not None:
+                rows = rows.transpose(0, 3, 1, 2) * np.float32(scale)
+            assert np.array_equal(data.get(), rows)
+            assert np.array_equal(labels.get(), numbers)
+
+
 def test_the_same_on_a_stream_of_the_callers_own(cupy, spin, images, uploader):
     stream = cupy.cuda.Stream(non_blocking=True)
     with AsyncReader(hdf5_path=images, batch_size=BATCH, device="cuda") as reader, stream:
@@ -402,7 +429,14 @@ def test_close_gives_pinned_and_device_memory_back(cupy, images, monkeypatch):
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 4])
-@pytest.mark.parametrize("delivered", [Field("data"), Field("data", axes=(0, 3, 1, 2), scale=2.0)])
+@pytest.mark.parametrize(
+    "delivered",
+    [
+        Field("data"),
+        Field("data", axes=(0, 3, 1, 2), scale=2.0),
+        Field("data", dtype="c8"),  # by Python
+    ],
+)
 def test_a_device_cache_gives_the_same_batches(cupy, spin, images, prefetch, delivered):
     fields = {"data": delivered, "labels": "labels"}
     options = {"hdf5_path": images, "batch_size": 7, "fields": fields, "shuffle": "full"}

@@ -15,8 +15,9 @@ import threading
 import h5py
 import numpy as np
 import pytest
+from gpus import replace_in_core
 
-from h5async import AsyncReader, DeviceError, Field, ReadError
+from h5async import AsyncReader, Batch, DeviceError, Field, H5AsyncError, ReadError
 from h5async.deliver.cuda import CudaSlot
 from h5async.deliver.devicedecode import DeviceDecoder
 from h5async.deliver.devicepolicy import find_gpu
@@ -293,6 +294,69 @@ def test_what_the_core_cannot_upload_python_does(
     assert all(is_right(images, index, data) for index, data in kept)
     # Where the consumer's own stream was to wait, the batch is lost.
     assert lost <= (where == "cudaStreamWaitEvent")
+
+
+@pytest.fixture
+def small(tmp_path):
+    """Write rows of which batches are filled at once, so that the consumer helps."""
+    path = tmp_path / "small.h5"
+    with h5py.File(path, "w") as file:
+        file["data"] = np.arange(4000 * 16, dtype=np.float32).reshape(4000, 16)
+    return {"hdf5_path": path, "fields": {"data": "data"}, "batch_size": 8, "device": "cuda"}
+
+
+def read_small(cupy, options):
+    with AsyncReader(**options) as reader:
+        assert reader._engine.filler.submissions.are_uploaded
+        found = [cupy.array(batch.data) for batch in itertools.islice(reader, 400)]
+        rows = cupy.concatenate(found).get()
+        assert (rows.ravel() == np.arange(rows.size)).all()
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_the_consumer_does_not_wait_for_the_gpu_itself(
+    cupy, simulation, small, num_threads, monkeypatch
+):
+    """Else no signal and no timeout would end that."""
+    threads = []
+
+    def synchronize(of_driver, _, event):
+        threads.append(threading.current_thread())
+        return of_driver(event)
+
+    not_ready = {"cuEventQuery": lambda *_: 600, "cuEventSynchronize": synchronize}
+    replace_in_core(monkeypatch, not_ready)
+    read_small(cupy, {**small, "num_threads": num_threads})
+    assert len(threads) >= 400
+    assert threading.main_thread() not in threads
+
+
+def test_a_batch_is_ordered_before_the_stream_of_who_took_it(cupy, simulation, small, monkeypatch):
+    """Not before that of another thread that tries to, meanwhile."""
+    other, waiting, told = cupy.cuda.Stream(non_blocking=True), [], []
+
+    def synchronize(of_driver, _, event):
+        with cupy.cuda.Device(0), other:
+            try:
+                told.append(reader.get_next_batch())
+            except H5AsyncError as error:
+                told.append(error)
+        return of_driver(event)
+
+    def wait(of_driver, _, stream, *more):
+        waiting.append(stream)
+        return of_driver(stream, *more)
+
+    replaced = {"cuEventQuery": lambda *_: 600, "cuEventSynchronize": synchronize}
+    replace_in_core(monkeypatch, {**replaced, "cuStreamWaitEvent": wait})
+    mine = cupy.cuda.Stream(non_blocking=True)
+    with AsyncReader(**small, num_threads=1, prefetch=1) as reader, mine:
+        for _ in range(400):
+            reader.get_next_batch()
+    assert any("another thread is waiting" in str(one) for one in told)
+    assert mine.ptr in waiting
+    taken = [one for one in told if isinstance(one, Batch)]  # between the calls of this thread
+    assert waiting.count(other.ptr) <= len(taken)
 
 
 def test_memory_is_unpinned_where_its_copies_cannot_be_waited_for(cupy, simulation):

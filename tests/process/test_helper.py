@@ -645,7 +645,8 @@ def test_what_was_ready_is_not_lost_when_the_helper_dies(path):
         ring = reader._engine.ring
         wait_until(
             lambda: (
-                len(ring._entries) == 4 and all(entry.is_ready for entry in ring._entries.values())
+                len(ring._entries) == 4
+                and all(ring._is_done(*entry) for entry in ring._entries.items())
             )
         )
         os.kill(pid_of(reader), signal.SIGKILL)

@@ -60,8 +60,13 @@ static int plan_samples(const Queue *queue, Job *job)
         job->generation = state_of(kept, GENERATION);
         job->is_kept = are_kept(kept, places, wish->count, job->generation);
     }
-    if (!job->is_kept && !queue->reads_files)
+    int is_on_gpu = kept != NULL && kept->fields == NULL;
+    if (!job->is_kept && (is_on_gpu || !queue->reads_files))
         return 0;
+    if (is_on_gpu) {
+        job->plan->num_items = job->plan->nbytes = 0;
+        return 1;
+    }
     for (int64_t i = 0; job->is_kept && i < queue->num_fields; i++)
         job->targets[i].is_wanted = 1; /* Python may have planned some of them */
     return h5async_plan_batch(job->plan, job->is_kept ? kept->fields : queue->fields, job->targets,
@@ -70,12 +75,14 @@ static int plan_samples(const Queue *queue, Job *job)
                               queue->num_threads, wish->draw) == 1;
 }
 
-/* Plan a batch, once its slot's memory may be written to. Holds the lock, but not meanwhile. */
-static void plan_job(Queue *queue, Job *job, Worker *w)
+/* Plan a batch, once its slot's memory may be written to. Who does not wait for that leaves it to another
+   thread. Holds the lock, but not meanwhile. Returns whether it is planned, or is not to be. */
+static int plan_job(Queue *queue, Job *job, Worker *w, int waits)
 {
     job->state = IN_PLAN, job->begun_ns = now_ns();
     pthread_mutex_unlock(&queue->lock);
-    int is_writable = queue->uploads == NULL || await_upload(queue->uploads, job - queue->jobs);
+    int is_writable =
+        queue->uploads == NULL || is_upload_done(queue->uploads, job - queue->jobs, waits);
     int64_t begin = now_ns(), end;
     const Wish *wish = &job->wish;
     w->batch = wish->serial;
@@ -84,15 +91,20 @@ static void plan_job(Queue *queue, Job *job, Worker *w)
     job->is_planned = are_found && plan_samples(queue, job);
     job->left_nbytes = job->plan->nbytes;
     end = now_ns();
-    if (is_traced(w))
+    if (is_traced(w) && (is_writable || waits))
         note_stage(w, PLANNING, begin, end);
     end_tracing(w);
     pthread_mutex_lock(&queue->lock);
+    if (!is_writable && !waits && !job->is_dropped) {
+        job->state = TO_PLAN, queue->awaited = wish->serial;
+        return 0;
+    }
     add_done(&w->done.plan_ns, end - begin), job->work_ns += end - begin;
     job->next_item = job->is_planned && !job->is_dropped ? 0 : job->plan->num_items;
     job->under_way = job->refused = 0;
     job->state = TO_READ;
     atomic_fetch_add(&queue->events, 1); /* for a consumer that looks for work of it; one asleep waits on */
+    return 1;
 }
 
 /* Read items of a plan, or, where these were read, keep samples. Returns how many items were refused;
@@ -154,7 +166,8 @@ static int upload_job(Queue *queue, Job *job, Worker *w)
     int64_t begin = now_ns();
     w->batch = job->wish.serial;
     begin_tracing(w);
-    int is_sent = upload_rows(queue->uploads, job - queue->jobs, job->wish.count);
+    const int64_t *places = job->is_kept && queue->kept->fields == NULL ? places_of(job) : NULL;
+    int is_sent = upload_rows(queue->uploads, job - queue->jobs, places, job->wish.count);
     end_stage(w, UPLOADING, &begin);
     end_tracing(w);
     pthread_mutex_lock(&queue->lock);
@@ -163,15 +176,16 @@ static int upload_job(Queue *queue, Job *job, Worker *w)
 }
 
 /* Do a piece of a batch's work. Holds the lock, but not meanwhile. Returns NEXT_NOTHING where there is
-   more of it, or other threads are at it; NEXT_READY; NEXT_END; or its slot, where work is left. */
-static int64_t advance(Queue *queue, Job *job, Worker *w)
+   more of it, or other threads are at it; NEXT_READY; NEXT_END; or its slot, where work is left, or all of
+   it, as this thread does not wait for a GPU. */
+static int64_t advance(Queue *queue, Job *job, Worker *w, int waits)
 {
     if (queue->is_remote) {
         job->state = IN_PLAN;
         return job - queue->jobs;
     }
-    if (job->state == TO_PLAN)
-        plan_job(queue, job, w);
+    if (job->state == TO_PLAN && !plan_job(queue, job, w, waits))
+        return job - queue->jobs;
     if (take_range(queue, job, w))
         return NEXT_END;
     if (is_open(job) || job->under_way)
@@ -248,7 +262,7 @@ PUBLIC int64_t h5async_next(Queue *queue, Worker *w, int64_t stays)
             break;
         }
         if (job != NULL && next != NEXT_END)
-            next = advance(queue, job, w);
+            next = advance(queue, job, w, 1);
         else if (stays) /* closed, where NEXT_END: the end will be told right now */
             wait_for_work(queue);
         else
@@ -273,7 +287,7 @@ static int fill_own_job(Queue *queue, Worker *w, int64_t serial)
     for (int64_t i = 0; i < queue->num_jobs; i++) {
         Job *job = &queue->jobs[i];
         while (next == NEXT_NOTHING && job->wish.serial == serial && job->is_own && is_open(job))
-            next = advance(queue, job, w);
+            next = advance(queue, job, w, 0);
     }
     if (next >= 0) {
         queue->jobs[next].state = TO_PLAN, queue->jobs[next].is_own = 0;

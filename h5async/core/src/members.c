@@ -92,7 +92,7 @@ static const Structure ALL_STRUCTURES[] = {
             out, row_nbytes, may_keep, in_order, numbers)
     MEMBERS(Job, plan, targets, samples, rows, begun_ns, state, is_planned, is_kept, generation)
     MEMBERS(KeptSamples, fields, sources, numbers, start, step, count, stamps, state)
-    MEMBERS(UploadedSlot, host, device, uploaded, ready, released, graph)
+    MEMBERS(UploadedSlot, host, places, device, places_on_device, uploaded, ready, released, graph)
     MEMBERS(Uploads, cuCtxPushCurrent_v2, cuCtxPopCurrent_v2, cuMemcpyHtoDAsync_v2, cuEventRecord,
             cuEventQuery, cuEventSynchronize, cuStreamWaitEvent, cuGraphLaunch, context, copy_stream,
             work_stream, slots, begins, row_nbytes, num_columns, rows, nbytes)
@@ -105,7 +105,7 @@ static const Structure ALL_STRUCTURES[] = {
             is_alone, waits_not, is_open, num_reading, fields, array, lasting, spare, next, asked, held, assigned, reads_ahead, loops, given_begin, given_end,
             given, next_in_run, first, stop, stride, count, epoch_end,
             epoch_batches, num_epochs, epochs, epoch, number, type, made, later, size, index, samples, run, names, arrays, part, on_left, on_epoch,
-            taken, before, begun, is_in_epoch, ends, num_ends, changes, num_streams, streams, num_rows)
+            taken, before, begun, is_in_epoch, ends, num_ends, changes, num_rows)
     MEMBERS(Window, unit, count, names, bounds, delay, begin, drawn, roots, root, last_root, num_units, size,
             window, group_rounds, block_rounds, num_blocks, skip, num_samples, blocks, keys)
     MEMBERS(Curl, curl_global_init, curl_easy_init, curl_easy_setopt, curl_easy_getinfo,

@@ -87,6 +87,7 @@ typedef struct {
     int32_t is_ended, is_helped; /* is_helped: by the consumer */
     int32_t is_cold; /* the last range that was read was not all in the page cache */
     int32_t spinners; /* threads that look for batches in a loop: 0 or 1 */
+    int64_t awaited; /* the batch whose slot the consumer found not to be writable yet; -1: none */
     int64_t num_here; /* threads that are not in Python */
     _Atomic int32_t consumers; /* that wait */
     _Atomic uint32_t events, offers; /* offers: batches that were submitted, and whatever else wakes */
@@ -133,6 +134,7 @@ PUBLIC int64_t h5async_open_queue(Queue *queue)
 {
     queue->gap_ns = queue->idle_ns = LONG_GAP_NS;
     queue->fill_ns = MOST_FILL_NS;
+    queue->awaited = -1;
     for (int64_t i = 0; i < queue->num_jobs; i++)
         queue->jobs[i].wish.serial = queue->jobs[i].following.serial = -1;
     return init_short_lock(&queue->lock) == 0 && pthread_cond_init(&queue->work, NULL) == 0;

@@ -79,8 +79,6 @@ typedef struct {
     EpochEnd *ends; /* [MAX_ENDS]: of the last epochs, by number modulo MAX_ENDS */
     int64_t num_ends;
     int64_t changes; /* see changes_in_python; up to which Python knows what it has counted itself */
-    int64_t num_streams; /* of the caller, on which batches are used that are uploaded */
-    void *streams[MAX_STREAMS];
     int64_t *num_rows; /* [2 + 2 * MAX_ENDS][num_fields]: the rows of ragged fields of all batches taken, and
                           before that epoch; the same of `ends`; NULL: there are none */
 } Turns;
@@ -190,6 +188,12 @@ static void submit_next(Turns *t)
     }
 }
 
+/* Whether the consumer can do something of a batch. Holds the lock. */
+static int can_help(const Queue *queue, const Job *job)
+{
+    return is_open(job) && (job->state != TO_PLAN || job->is_own || job->wish.serial != queue->awaited);
+}
+
 /* Of which batch the consumer does something while it waits for one: of that; or, where threads have just
    begun with it, of a later one, and of that as long as there is something, since this core has it in its
    caches. NULL: of none. Holds the lock. */
@@ -197,12 +201,13 @@ static Job *job_to_help(const Turns *t, Job *job, Job *helped)
 {
     const Queue *queue = t->queue;
     int helps = t->is_alone || queue->is_helped;
-    if (helps && helped != NULL && is_open(helped) && !helped->is_own)
+    if (helps && helped != NULL && can_help(queue, helped) && !helped->is_own)
         return helped;
     if (is_open(job))
-        return helps || job->is_own ? job : NULL;
+        return (helps || job->is_own) && can_help(queue, job) ? job : NULL;
     /* What takes longer than the rest of the batch would keep the consumer from handing its slot back. */
-    return helps && now_ns() - job->begun_ns < queue->fill_ns / 4 ? next_job(t->queue) : NULL;
+    Job *later = helps && now_ns() - job->begun_ns < queue->fill_ns / 4 ? next_job(t->queue) : NULL;
+    return later != NULL && can_help(queue, later) ? later : NULL;
 }
 
 enum Help { LEFT_TO_PYTHON = -1, HAS_NOT_WAITED, LOOKS_AGAIN, HAS_HELPED };
@@ -218,7 +223,7 @@ static enum Help help_or_wait(Turns *t, Job *job, Job **helped_last, int may_wai
     int is_left = job->state == WITH_PYTHON || queue->is_ended;
     Job *helped = is_ready || is_left ? NULL : job_to_help(t, job, *helped_last);
     *helped_last = helped;
-    int64_t next = helped ? advance(queue, helped, t->worker) : NEXT_NOTHING;
+    int64_t next = helped ? advance(queue, helped, t->worker, t->is_alone) : NEXT_NOTHING;
     int is_left_over = next >= 0; /* Python has to do the rest, once a thread has found it out again */
     if (is_left_over)
         helped->state = TO_PLAN, helped->is_own = 0;
@@ -227,7 +232,7 @@ static enum Help help_or_wait(Turns *t, Job *job, Job **helped_last, int may_wai
     const Job *left = helped ? helped : job;
     int is_offered = !is_ready && (is_left_over || helped != job) && is_open(left);
     int wakes = is_offered && (offer(queue) || is_left_over);
-    is_left |= is_left_over || next == NEXT_END;
+    is_left |= (is_left_over && helped->wish.serial != queue->awaited) || next == NEXT_END;
     pthread_mutex_unlock(&queue->lock);
     if (wakes)
         pthread_cond_signal(&queue->work);
@@ -314,11 +319,11 @@ static Object *batch_of(const Turns *t, Object *later, Object *size, Object *ind
 
 /* Have the caller's streams wait for a batch, or, if they are done with it, be waited for, where batches are
    uploaded. Returns 0 where the GPU fails: Python says so. */
-static int order_streams(const Turns *t, int64_t serial, int are_done)
+static int order_streams(const Turns *t, int64_t serial, void *const *streams, int64_t count, int are_done)
 {
     const Uploads *uploads = t->queue->uploads;
     return uploads == NULL ||
-           order_uses(uploads, t->slot_of[serial % t->num_slots], t->streams, t->num_streams, are_done);
+           order_uses(uploads, t->slot_of[serial % t->num_slots], streams, count, are_done);
 }
 
 static Object *new_batch(const Turns *t)
@@ -419,24 +424,29 @@ static int count_taken(Turns *t, int64_t begin)
 }
 
 /* Take the next batch, and append it to a list, the first argument. Returns whether it did: if not,
-   Python goes on; it has to wait, unless the second argument is given. */
+   Python goes on; it has to wait, if the second argument is given. Behind it, where batches are uploaded,
+   are the streams on which the caller uses them; then it says itself whether it may be waited here. */
 static Object *take(Object *self, Object *const *arguments, intptr_t count)
 {
     Turns *t = (void *)PyByteArray_AsString(self);
     if (!t->is_lent || t->is_inside || t->next_in_run >= t->stop ||
         (t->reads_ahead && in_run(t, t->assigned) >= t->stop))
         return PyBool_FromLong(0);
-    int64_t begin = now_ns();
-    if (t->held >= 0 && !order_streams(t, t->held, 1))
+    int64_t begin = now_ns(), num_streams = count > 2 ? count - 2 : 0;
+    int may_wait = num_streams ? PyLong_AsLongLong(arguments[1]) != 0 : count == 1;
+    void *streams[MAX_STREAMS]; /* not the turns', which another thread may try to take meanwhile */
+    for (int64_t i = 0; i < num_streams; i++)
+        streams[i] = (void *)(uintptr_t)PyLong_AsLongLong(arguments[2 + i]);
+    if (t->held >= 0 && !order_streams(t, t->held, streams, num_streams, 1))
         return PyBool_FromLong(0);
     t->held = -1;
     if (t->asked <= t->next)
         t->asked = t->next + 1;
     submit_next(t);
-    int status = await_next(t, count == 1);
+    int status = await_next(t, may_wait);
     if (status < 0)
         return NULL;
-    status = status && order_streams(t, t->next, 0);
+    status = status && order_streams(t, t->next, streams, num_streams, 0);
     Object *batch = status ? new_batch(t) : NULL;
     if (status && batch == NULL)
         return NULL;

@@ -3,10 +3,12 @@
 
 enum { MAX_STREAMS = 2 }; /* of the caller: CuPy's and PyTorch's */
 
-/* The memory of a slot, its events, and the kernels that make what is delivered of it; NULL: there are none. */
+/* The memory of a slot, its events, and the kernels that make what is delivered of it; NULL: there are none.
+   If rows are kept on the GPU, only `places` are uploaded, from which these kernels copy them. */
 typedef struct {
     const uint8_t *host;
-    uint64_t device;
+    int64_t *places;
+    uint64_t device, places_on_device;
     void *uploaded, *ready, *released[MAX_STREAMS], *graph;
 } UploadedSlot;
 
@@ -34,18 +36,39 @@ static int leave_gpu(const Uploads *u, int is_well)
     return (u->cuCtxPopCurrent_v2(&ours) == 0) & is_well;
 }
 
-/* Wait until the last upload out of a slot's host memory is done. Returns 0 where the GPU fails. */
-static int await_upload(const Uploads *u, int64_t slot)
+/* Whether the last upload out of a slot's host memory is done; who `waits` is told 0 only where the GPU fails. */
+static int is_upload_done(const Uploads *u, int64_t slot, int waits)
 {
     void *uploaded = u->slots[slot].uploaded;
-    return enter_gpu(u) &&
-           leave_gpu(u, u->cuEventQuery(uploaded) == 0 || u->cuEventSynchronize(uploaded) == 0);
+    return enter_gpu(u) && leave_gpu(u, u->cuEventQuery(uploaded) == 0 ||
+                                            (waits && u->cuEventSynchronize(uploaded) == 0));
+}
+
+static int upload_columns(const Uploads *u, const UploadedSlot *s, int64_t count)
+{
+    int is_well = 1;
+    if (count == u->rows)
+        return u->cuMemcpyHtoDAsync_v2(s->device, s->host, (size_t)u->nbytes, u->copy_stream) == 0;
+    for (int64_t i = 0; is_well && i < u->num_columns; i++) {
+        int64_t begin = u->begins[i], nbytes = count * u->row_nbytes[i];
+        if (nbytes)
+            is_well = u->cuMemcpyHtoDAsync_v2(s->device + (uint64_t)begin, s->host + begin, (size_t)nbytes,
+                                              u->copy_stream) == 0;
+    }
+    return is_well;
+}
+
+static int upload_places(const Uploads *u, const UploadedSlot *s, const int64_t *places, int64_t count)
+{
+    size_t nbytes = (size_t)count * sizeof *places;
+    memcpy(s->places, places, nbytes);
+    return nbytes == 0 || u->cuMemcpyHtoDAsync_v2(s->places_on_device, s->places, nbytes, u->copy_stream) == 0;
 }
 
 /* Put the copies of a batch's rows on the one stream, behind what used the slot's memory, and kernels on the
-   other; these take all rows of the slot, whichever the batch has. Whatever fails, the events come after all
-   that was put there. Returns 0 where the GPU fails. */
-static int upload_rows(const Uploads *u, int64_t slot, int64_t count)
+   other; these take all rows of the slot, whichever the batch has. `places`: of rows that are kept on the
+   GPU, or NULL. Whatever fails, the events come after all that was put there. Returns 0 where the GPU fails. */
+static int upload_rows(const Uploads *u, int64_t slot, const int64_t *places, int64_t count)
 {
     const UploadedSlot *s = &u->slots[slot];
     if (!enter_gpu(u))
@@ -53,14 +76,7 @@ static int upload_rows(const Uploads *u, int64_t slot, int64_t count)
     int is_well = u->cuStreamWaitEvent(u->copy_stream, s->ready, 0) == 0;
     for (int i = 0; i < MAX_STREAMS; i++)
         is_well = is_well && u->cuStreamWaitEvent(u->copy_stream, s->released[i], 0) == 0;
-    if (is_well && count == u->rows)
-        is_well = u->cuMemcpyHtoDAsync_v2(s->device, s->host, (size_t)u->nbytes, u->copy_stream) == 0;
-    for (int64_t i = 0; is_well && count < u->rows && i < u->num_columns; i++) {
-        int64_t begin = u->begins[i], nbytes = count * u->row_nbytes[i];
-        if (nbytes)
-            is_well = u->cuMemcpyHtoDAsync_v2(s->device + (uint64_t)begin, s->host + begin, (size_t)nbytes,
-                                              u->copy_stream) == 0;
-    }
+    is_well = is_well && (places != NULL ? upload_places(u, s, places, count) : upload_columns(u, s, count));
     is_well &= u->cuEventRecord(s->uploaded, u->copy_stream) == 0;
     if (s->graph != NULL && is_well)
         is_well = u->cuStreamWaitEvent(u->work_stream, s->uploaded, 0) == 0 &&
