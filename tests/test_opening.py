@@ -198,4 +198,4 @@ for _ in range(2):
     done = subprocess.run(
         [sys.executable, "-c", program, path], capture_output=True, text=True, timeout=60
     )
-    assert (done.stdout, done.stderr) == ("ReadError\nReadError\n", "")
+    assert (done.stdout, done.stderr) == ("DamagedError\nDamagedError\n", "")

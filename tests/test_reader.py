@@ -1246,7 +1246,7 @@ def test_where_no_thread_can_be_started_nobody_waits_for_one(
 COLLECTED_WHILE = {
     # what runs in a worker when the garbage collector strikes, and how it is patched to strike
     "h5py reads": """
-import h5async.read.fallback
+import h5async.read.h5pyrows
 inner = h5async.read.h5pyrows._spans
 def spans(*arguments):
     collect()

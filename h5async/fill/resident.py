@@ -25,7 +25,6 @@ from h5async.index.tables import Segments
 from h5async.io.stores import far_names
 from h5async.order.rows import SpanRows, StepRows, StepSpans
 from h5async.order.selection import NO_SAMPLES, Selection
-from h5async.order.window import kept_nbytes
 from h5async.plan.records import Int64s, SamplesPlan
 from h5async.read.rereading import Place
 from h5async.samples.fieldkind import Rows, layout_of_values
@@ -446,6 +445,8 @@ def keeps_chunks(
 def _window_nbytes(
     config: ReaderConfig, layout: DatasetLayout, layouts: Sequence[DatasetLayout]
 ) -> int:
+    from h5async.order.window import kept_nbytes
+
     nbytes = kept_nbytes(layout, layouts, config.window_bytes)
     least = min((leaf.chunk_nbytes for leaf, _ in kinds_of(layout) if leaf.filters), default=0)
     return nbytes + nbytes // max(1, least) * KEPT_OVERHEAD_NBYTES
