@@ -113,6 +113,7 @@
 enum { ABI = 49 }; /* counts changes of the structures and functions that Python uses */
 enum { MAX_FILTERS = 32, MAX_RANK = 33, MAX_IOVEC = 1024, MAX_PROBES = 16 };
 enum { ADVISED_NBYTES = 128 * 1024 }; /* Linux cuts longer requests to its read-ahead window */
+enum { LARGE_PAGE = 1 << 21 };
 enum { LONG_RUN_NBYTES = 1 << 20, CLOSE_NBYTES = 4096 }; /* of a run that the system reads ahead */
 enum { TILE_ELEMENTS = 8, TILE_NBYTES = 16 * 1024 };
 enum { MAX_LZ4_NBYTES = 0x7E000000 }; /* LZ4_MAX_INPUT_SIZE */

@@ -64,8 +64,27 @@ static int is_stopped(File *file, const Worker *w)
     return 1;
 }
 
+#ifdef RWF_NOWAIT
+/* Whether a map may tell which pages are in memory. Of a file of others that may not be written, the system
+   says so of all pages, even of those far behind the end: that does where memory will soon have them all. */
+static int map_tells(const File *file)
+{
+    const int64_t page_nbytes = sysconf(_SC_PAGESIZE);
+    if (file->map_nbytes / page_nbytes <= sysconf(_SC_PHYS_PAGES) / 4)
+        return 1;
+    const int64_t far_behind = (file->map_nbytes / LARGE_PAGE + 2) * LARGE_PAGE;
+    uint8_t is_there = 1;
+    void *page = mmap(NULL, (size_t)page_nbytes, PROT_READ, MAP_SHARED, file->fd, far_behind);
+    if (page == MAP_FAILED)
+        return 0;
+    int is_told = mincore(page, 1, &is_there) == 0 && !(is_there & 1);
+    munmap(page, (size_t)page_nbytes);
+    return is_told;
+}
+#endif
+
 /* Whether one byte can be read without waiting for a disk. File systems in memory, and those over
-   others (tmpfs, overlay), do not tell by a read; of a mapped file, the map does. */
+   others (tmpfs, overlay), do not tell by a read; of a mapped file, the map may. */
 static int is_cached(const File *file, int64_t offset)
 {
 #ifdef RWF_NOWAIT
@@ -76,7 +95,7 @@ static int is_cached(const File *file, int64_t offset)
         return got == 1;
     int64_t page = offset & -(int64_t)sysconf(_SC_PAGESIZE);
     return file->map != NULL && offset < file->map_nbytes &&
-           mincore((uint8_t *)file->map + page, 1, &byte) == 0 && (byte & 1);
+           mincore((uint8_t *)file->map + page, 1, &byte) == 0 && (byte & 1) && map_tells(file);
 #else
     (void)file, (void)offset;
     return 0;

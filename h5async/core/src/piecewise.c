@@ -50,7 +50,7 @@ static void note_claim(Work *work, Store *store, Kept *kept, int64_t piece)
 static int read_located(Work *work, const Shape *shape, Call *call, int64_t extent, int32_t cross,
                         const Runs *runs, enum State state, uint8_t *target)
 {
-    int is_good = read_chunk(call, cross, runs, state, target);
+    int is_good = !is_stopped(work->file, work->w) && read_chunk(call, cross, runs, state, target);
     work->last_ns = call->last_ns;
     if (is_good) {
         swap_pieces(&call->d, shape->swaps, cross, runs, call->batch);

@@ -11,7 +11,6 @@
 enum Claim { UNKEPT = 0, CLAIMED = 1, READY = 2, BUSY = 3 };
 enum PieceState { PIECE_MISSING = 0, PIECE_CLAIMED, PIECE_READY };
 enum { LEAST_KEPT = 2 }; /* chunks: where two batches share one, the later batch finds it */
-enum { LARGE_PAGE = 1 << 21 };
 enum { KEPT_OVERHEAD = 128 }; /* what a chunk takes beside its bytes, and the system for both */
 
 typedef struct Kept {
