@@ -286,6 +286,7 @@ class Filler:
         self._final_stats = self.stats()
         self._reader.samplings.aside = None
         self._slots.memory = self._slots.delivered = ()  # the caller may still hold a batch
+        self._slots.uploads = None
         self._reader.close()
         self._phases.close()
         if self.submissions is not None:

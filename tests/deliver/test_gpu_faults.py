@@ -331,6 +331,18 @@ def test_the_consumer_does_not_wait_for_the_gpu_itself(
     assert threading.main_thread() not in threads
 
 
+def test_a_closed_reader_that_is_kept_has_no_memory_of_slots(cupy, simulation, small):
+    read_small(cupy, small)  # what is made once
+    gc.collect()
+    before = simulation.pinned_nbytes(), simulation.used_nbytes(0)
+    reader = AsyncReader(**small)
+    assert reader.get_next_batch().size == 8
+    assert simulation.pinned_nbytes() > before[0]
+    reader.close()
+    gc.collect()
+    assert (simulation.pinned_nbytes(), simulation.used_nbytes(0)) == before
+
+
 def test_a_batch_is_ordered_before_the_stream_of_who_took_it(cupy, simulation, small, monkeypatch):
     """Not before that of another thread that tries to, meanwhile."""
     other, waiting, told = cupy.cuda.Stream(non_blocking=True), [], []
