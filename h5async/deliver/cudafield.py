@@ -253,18 +253,19 @@ class CoreSlot(NamedTuple):
 
 def captured(gpu: Gpu, stream: Any, work: Iterable[Callable[[], object]]) -> Owned:
     """Return the kernels that some work would launch on a stream, as a graph (CUDA's)."""
-    runtime = gpu.cupy.cuda.runtime
+    runtime, graph = gpu.cupy.cuda.runtime, 0
     runtime.streamBeginCapture(stream.ptr, runtime.streamCaptureModeRelaxed)
     try:
-        for launch in work:
-            launch()
-    finally:
-        graph = runtime.streamEndCapture(stream.ptr)
-    try:
+        try:
+            for launch in work:
+                launch()
+        finally:
+            graph = runtime.streamEndCapture(stream.ptr)
         found = Owned(int(runtime.graphInstantiate(graph)))
         gpu.freed_with(found, runtime.graphExecDestroy, found.address)
     finally:
-        runtime.graphDestroy(graph)
+        if graph:
+            runtime.graphDestroy(graph)
     return found
 
 
