@@ -1,4 +1,5 @@
-/* Given samples: requested of the turns of the consumer, or read at once by any thread. */
+/* Requests of the consumer's turns: the next batch, or given samples, which any thread may also read at
+   once. */
 
 /* Request a batch of given samples: an array, the first argument, that nobody changes any more. Where its
    turn comes, slots.py says. Returns whether it did; not where anything is wrong with the samples. */
@@ -28,6 +29,20 @@ static Object *give(Object *self, Object *const *arguments, intptr_t count)
     }
     PyBuffer_Release(&buffer);
     return PyBool_FromLong(is_good);
+}
+
+/* Request a batch more. Returns 0 where it was not done here, and 2 if it is the last of its epoch. */
+static Object *ask(Object *self, Object *const *arguments, intptr_t count)
+{
+    (void)arguments, (void)count;
+    Turns *t = (void *)PyByteArray_AsString(self);
+    if (!t->is_lent || in_run(t, t->asked) >= t->stop)
+        return PyLong_FromLongLong(0);
+    int is_given = given_of(t, t->asked) != NULL; /* where a loop has read ahead */
+    int64_t is_last = !is_given && place_of(t, in_run(t, t->asked)).is_last;
+    t->asked++;
+    submit_next(t);
+    return PyLong_FromLongLong(1 + is_last);
 }
 
 /* Fill a batch, by its serial, that was submitted as the consumer's own, if it is cheap. Not lent.

@@ -493,17 +493,3 @@ static Object *put_back(Object *self, Object *const *arguments, intptr_t count)
     }
     return PyBool_FromLong(is_taken);
 }
-
-/* Request a batch more. Returns 0 where it was not done here, and 2 if it is the last of its epoch. */
-static Object *ask(Object *self, Object *const *arguments, intptr_t count)
-{
-    (void)arguments, (void)count;
-    Turns *t = (void *)PyByteArray_AsString(self);
-    if (!t->is_lent || in_run(t, t->asked) >= t->stop)
-        return PyLong_FromLongLong(0);
-    int is_given = given_of(t, t->asked) != NULL; /* where a loop has read ahead */
-    int64_t is_last = !is_given && place_of(t, in_run(t, t->asked)).is_last;
-    t->asked++;
-    submit_next(t);
-    return PyLong_FromLongLong(1 + is_last);
-}
