@@ -223,7 +223,7 @@ static enum Help help_or_wait(Turns *t, Job *job, Job **helped_last, int may_wai
     int is_left = job->state == WITH_PYTHON || queue->is_ended;
     Job *helped = is_ready || is_left ? NULL : job_to_help(t, job, *helped_last);
     *helped_last = helped;
-    int64_t next = helped ? advance(queue, helped, t->worker, t->is_alone) : NEXT_NOTHING;
+    int64_t next = helped ? advance(queue, helped, t->worker, t->is_alone != 0) : NEXT_NOTHING;
     int is_left_over = next >= 0; /* Python has to do the rest, once a thread has found it out again */
     if (is_left_over)
         helped->state = TO_PLAN, helped->is_own = 0;
