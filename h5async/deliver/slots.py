@@ -195,7 +195,9 @@ class SlotRing(Generic[Result]):
     @property
     def in_use(self) -> int | None:
         """The slot whose batch the consumer holds."""
-        held = self.consumer.held
+        held, turns = self.consumer.held, self.turns
+        if held is not None and turns is not None and turns.is_lent:
+            return turns.slots().get(held)
         entry = None if held is None else self._entries.get(held)
         return None if entry is None else entry.slot
 

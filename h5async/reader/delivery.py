@@ -351,7 +351,6 @@ class Delivery:
         try:
             # If a slot may be filled as soon as it is free, the order of uses does not matter.
             has_order = not self._device.is_writable_at_once
-            ring.take_back()
             if has_order and slots and ring.in_use is not None:
                 slots[ring.in_use].release()
             ring.hand_back()

@@ -820,13 +820,15 @@ def test_rows_that_lie_in_pages_as_slots_do(tmp_path: Path, row_nbytes: int, shi
             assert np.array_equal(batch.x, rows[batch.index])
 
 
-@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="needs a file system in memory")
-def test_rows_of_a_file_in_memory_are_copied_out_of_its_map():
-    """Such a file system does not tell by a read whether pages are in memory."""
-    values = np.arange(40_000, dtype=np.float32).reshape(10_000, 4)
-    script = """
-import re, sys
+def reads_of_a_file_in_memory(first: str = "", nbytes: int | None = None) -> int:
+    """Return how often a process calls the system to read rows of a file in memory, shuffled.
+
+    It does something `first`. The file has 10,000 rows, and is then made longer.
+    """
+    script = f"""
+import ctypes, os, re, sys
 from pathlib import Path
+{first}
 from h5async import AsyncReader
 
 def count_reads():
@@ -835,16 +837,28 @@ def count_reads():
 with AsyncReader(hdf5_path=sys.argv[1], labels_field=None, batch_size=1000, shuffle="full",
                  device="cpu") as reader:
     before = count_reads()
-    found = {int(i): row.tolist() for batch in reader for i, row in zip(batch.index, batch.data)}
+    found = {{int(i): row.tolist() for batch in reader for i, row in zip(batch.index, batch.data)}}
     print(count_reads() - before)
-assert found == {i: [4.0 * i, 4.0 * i + 1, 4.0 * i + 2, 4.0 * i + 3] for i in range(10_000)}
+assert found == {{i: [4.0 * i, 4.0 * i + 1, 4.0 * i + 2, 4.0 * i + 3] for i in range(10_000)}}
 """
     with tempfile.NamedTemporaryFile(dir="/dev/shm", suffix=".h5") as file:
         with h5py.File(file.name, "w") as f:
-            f["data"] = values
+            f["data"] = np.arange(40_000, dtype=np.float32).reshape(10_000, 4)
+        if nbytes is not None:
+            os.truncate(file.name, nbytes)
         command = [sys.executable, "-c", script, file.name]
-        count = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert int(count) < 1000
+        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+needs_memory = pytest.mark.skipif(
+    not os.access("/dev/shm", os.W_OK), reason="needs a file system in memory"
+)
+
+
+@needs_memory
+def test_rows_of_a_file_in_memory_are_copied_out_of_its_map():
+    """Such a file system does not tell by a read whether pages are in memory."""
+    assert reads_of_a_file_in_memory() < 1000
 
 
 def can_become_another_user() -> bool:
@@ -855,38 +869,21 @@ def can_become_another_user() -> bool:
     return found is not None and bool(int(found[1], 16) >> 2 & 1)
 
 
-@pytest.mark.skipif(not can_become_another_user(), reason="needs another user")
-@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="needs a file system in memory")
-@pytest.mark.parametrize("is_large", [False, True])
-def test_rows_of_a_large_file_of_another_user_are_not_taken_to_be_in_memory(is_large: bool) -> None:
-    """The system says so of all its pages: it tells only the owner, and who may write the file."""
-    values = np.arange(40_000, dtype=np.float32).reshape(10_000, 4)
-    script = """
-import ctypes, os, re, sys
-from pathlib import Path
+BECOME_ANOTHER_USER = """
 libc = ctypes.CDLL(None, use_errno=True)
 assert libc.prctl(8, 1, 0, 0, 0) == 0  # PR_SET_KEEPCAPS
 os.setresuid(65534, 65534, 65534)
 only_reads = (ctypes.c_uint32 * 6)(1 << 2, 1 << 2)  # CAP_DAC_READ_SEARCH
 assert libc.capset((ctypes.c_uint32 * 2)(0x20080522, 0), only_reads) == 0
 libc.prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE, for /proc/self/io
-from h5async import AsyncReader
-
-def count_reads():
-    return int(re.search(r"syscr: (\\d+)", Path("/proc/self/io").read_text())[1])
-
-with AsyncReader(hdf5_path=sys.argv[1], labels_field=None, batch_size=1000, shuffle="full",
-                 device="cpu") as reader:
-    before = count_reads()
-    found = {int(i): row.tolist() for batch in reader for i, row in zip(batch.index, batch.data)}
-    print(count_reads() - before)
-assert found == {i: [4.0 * i, 4.0 * i + 1, 4.0 * i + 2, 4.0 * i + 3] for i in range(10_000)}
 """
-    with tempfile.NamedTemporaryFile(dir="/dev/shm", suffix=".h5") as file:
-        with h5py.File(file.name, "w") as f:
-            f["data"] = values
-        if is_large:
-            os.truncate(file.name, 1 << 42)
-        command = [sys.executable, "-c", script, file.name]
-        count = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert int(count) >= 5000 if is_large else int(count) < 1000
+
+
+@pytest.mark.skipif(not can_become_another_user(), reason="needs another user")
+@needs_memory
+@pytest.mark.parametrize("is_large", [False, True])
+def test_rows_of_a_large_file_of_another_user_are_not_taken_to_be_in_memory(is_large: bool) -> None:
+    """The system says so of all its pages: it tells only the owner, and who may write the file."""
+    nbytes = 1 << 42 if is_large else None
+    count = reads_of_a_file_in_memory(BECOME_ANOTHER_USER, nbytes)
+    assert count >= 5000 if is_large else count < 1000
