@@ -311,7 +311,7 @@ def test_h5async_alone_does_not_import_torch():
 @pytest.mark.filterwarnings("ignore")  # of forking beside threads, and of few cores
 @pytest.mark.parametrize(
     ("method", "num_workers", "is_open"),
-    [("fork", 2, False), ("fork", 2, True), ("spawn", 1, True)],
+    [("fork", 1, False), ("fork", 1, True), ("spawn", 1, True)],
 )
 def test_worker_processes_are_refused(path, method, num_workers, is_open):
     with make(path) as dataset:

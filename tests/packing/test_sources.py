@@ -57,6 +57,7 @@ def test_arrays(tmp_path, form):
         assert file["small"].dtype == np.uint8
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
 def test_npz_larger_than_memory(tmp_path, save, monkeypatch):
     save(tmp_path / "in.npz", **ARRAYS)
