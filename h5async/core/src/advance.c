@@ -190,8 +190,8 @@ static int64_t advance(Queue *queue, Job *job, Worker *w, int waits)
         return NEXT_END;
     if (is_open(job) || job->under_way)
         return NEXT_NOTHING;
-    int is_left = !job->is_planned || job->refused || job->wish.needs_python; /* then, Python keeps the
-                                                                                 rows, too */
+    int is_left = !job->is_planned || job->refused || job->wish.needs_python; /* Python then keeps the
+                                                                                 rows */
     int is_kept = queue->kept == NULL || job->is_kept || job->state == TO_KEEP || job->wish.count == 0;
     if (!is_left && !job->is_dropped && !is_kept) {
         job->state = TO_KEEP, job->next_item = 0, job->left_nbytes = job->plan->nbytes;
@@ -242,9 +242,9 @@ static void wait_for_work(Queue *queue)
 }
 
 /* Does work that needs no Python, and returns the slot of a batch of which some is left. Otherwise, a
-   thread that `stays` returns only with NEXT_TICKET, or NEXT_END, after which it need not call again;
-   another caller returns after the work of one batch, as `advance`. Many threads call this, each with a
-   worker of its own. */
+   thread that `stays` returns NEXT_TICKET, or NEXT_END, after which it need not call again; other callers
+   return as `advance` does, after the work of one batch. Many threads call this, each with its own
+   worker. */
 PUBLIC int64_t h5async_next(Queue *queue, Worker *w, int64_t stays)
 {
     int64_t next = NEXT_NOTHING;

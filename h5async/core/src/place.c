@@ -12,8 +12,7 @@ typedef struct {
     int64_t cross;
 } Piece;
 
-/* Appends a dimension to a piece, inside those that it has, or joins it to the last one if they are
-   contiguous. */
+/* Appends a dimension inside those of a piece, or joins it to the last one if they are contiguous. */
 static void add_dim(Piece *piece, Dim dim)
 {
     Dim *outer = piece->rank ? &piece->dims[piece->rank - 1] : NULL;
@@ -234,8 +233,7 @@ static int64_t piece_nbytes(const Piece *p)
     return nbytes;
 }
 
-/* Bytes from the begin of the first element along the last dimension of a piece to the end of the last
-   one. */
+/* Bytes from the first element along the last dimension of a piece to the end of the last one. */
 static int64_t line_nbytes(const Piece *p)
 {
     return p->rank ? (p->dims[p->rank - 1].extent - 1) * p->dims[p->rank - 1].from_stride + p->unit

@@ -83,8 +83,7 @@ static int read_guarded(File *file, void (*work)(void *), void *data)
     return file->event == NO_EVENT;
 }
 
-/* Checks and maps the file of a source that is being opened. Returns 0 if it is not the file that was
-   indexed, or has to be mapped but cannot be. */
+/* Checks and maps the file of a source; 0: it is not the one that was indexed, or cannot be mapped. */
 static int open_and_map(const Sources *all, Source *opened)
 {
     struct stat status;
@@ -133,8 +132,7 @@ static void close_surplus(Sources *all)
     }
 }
 
-/* Opens a source that is not open; 0: it is refused. Called with the lock held; releases it
-   meanwhile. */
+/* Opens a source that is not open; 0: refused. Called with the lock held; releases it meanwhile. */
 static int open_shared(Sources *all, Source *s)
 {
     Source opened;

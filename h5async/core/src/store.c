@@ -67,8 +67,7 @@ static void free_kept(Kept *kept)
     free(kept);
 }
 
-/* Rows of many chunks are written in scattered order: with large pages, their addresses are translated
-   faster. */
+/* Rows of many chunks are written in scattered order: large pages speed up address translation. */
 static void *new_memory(size_t nbytes)
 {
     void *memory = NULL;
@@ -116,8 +115,7 @@ static Kept *new_kept(Store *store, int64_t nbytes, int64_t num_pieces)
     return again;
 }
 
-/* Uses the entry of a key, which is created if necessary, until it is let go; NULL: there is no room for
-   it. */
+/* Uses the entry of a key, creating it if necessary, until it is let go; NULL: there is no room. */
 static Kept *use_rows(Store *store, uint64_t key, int64_t nbytes, int64_t num_pieces)
 {
     pthread_mutex_lock(&store->lock);
@@ -267,8 +265,7 @@ static enum Claim claim_chunk(Store *store, uint64_t key, int64_t nbytes, int wa
     return claim;
 }
 
-/* With `keeps_all`, chunks that a batch takes whole are kept from the first time on: see
-   are_read_again. */
+/* With `keeps_all`, chunks that a batch takes whole are kept at once: see are_read_again. */
 PUBLIC Store *h5async_new_store(int64_t budget_nbytes, int64_t least_chunk_nbytes, int64_t keeps_all)
 {
     int64_t least = least_chunk_nbytes < 0 ? 0 : least_chunk_nbytes;
