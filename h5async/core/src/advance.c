@@ -158,7 +158,7 @@ static int take_range(Queue *queue, Job *job, Worker *w)
     return refused < 0;
 }
 
-/* Uploads a filled batch; returns whether it did. Called with the lock held; releases it meanwhile. */
+/* Enqueues a filled batch's upload; 0: the GPU fails. Called with the lock held; releases it meanwhile. */
 static int upload_job(Queue *queue, Job *job, Worker *w)
 {
     job->under_way++;
@@ -190,8 +190,7 @@ static int64_t advance(Queue *queue, Job *job, Worker *w, int waits)
         return NEXT_END;
     if (is_open(job) || job->under_way)
         return NEXT_NOTHING;
-    int is_left = !job->is_planned || job->refused || job->wish.needs_python; /* Python then keeps the
-                                                                                 rows */
+    int is_left = !job->is_planned || job->refused || job->wish.needs_python; /* Python then keeps the rows */
     int is_kept = queue->kept == NULL || job->is_kept || job->state == TO_KEEP || job->wish.count == 0;
     if (!is_left && !job->is_dropped && !is_kept) {
         job->state = TO_KEEP, job->next_item = 0, job->left_nbytes = job->plan->nbytes;

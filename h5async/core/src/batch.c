@@ -60,9 +60,9 @@ static int seem_cached(const Work *work)
     return 1;
 }
 
-/* Decides whether to read from the map; not each time if it usually is cached. If long runs of a file
-   were not in the page cache a moment ago, the file is still read as then: the system's read-ahead is
-   cached, too, but what follows need not be. */
+/* Decides whether to read from the map; a source that was cached several times is not probed each time.
+   If long runs of a file were not in the page cache a moment ago, it is still read as then: the system's
+   read-ahead is cached, too, but what follows need not be. */
 static void probe(Work *work)
 {
     Source *s = work->source;
@@ -183,8 +183,8 @@ static void read_source(Work *work, Sources *sources, int64_t begin, int64_t end
     release_source(sources, s, &file);
 }
 
-/* Reads a refused item again, from an open file. Returns whether it did; if not, the event of the file
-   or the failure of the worker says why. */
+/* Reads a refused item again, from an open file. Returns whether that succeeded; if not, the event of
+   the file or the failure of the worker says why. */
 PUBLIC int64_t h5async_read_again(BatchPlan *plan, const Field *fields, const Target *targets,
                                   File *file, Worker *w, int64_t number)
 {
@@ -254,8 +254,7 @@ PUBLIC int64_t h5async_read_batch(BatchPlan *plan, const Field *fields, const Ta
     return w->stop != NULL && *w->stop ? -1 : refused;
 }
 
-/* Plans and reads samples in one call. Returns whether all was read; if not, the targets are
-   undefined. */
+/* Plans and reads samples in one call. Returns whether all was read; else targets are undefined. */
 PUBLIC int64_t h5async_read_samples(BatchPlan *plan, const Field *fields, const Target *targets,
                                     Sources *sources, Worker *w, const int64_t *samples,
                                     const uint64_t *draw, int64_t num_fields, int64_t count,

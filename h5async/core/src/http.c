@@ -2,8 +2,7 @@
 
    libcurl's functions are passed as pointers, as those of codecs are. The numbers of its options,
    results and messages are part of its ABI, which <curl/curl.h> and <curl/multi.h> promise to keep.
-   Ranges that fail at the first try are left to another client, which tries again and reports
-   errors. */
+   Ranges that fail at first are left to another client, which tries again and reports errors. */
 
 enum { /* options are longs, or pointers (from 10000 on), or functions (from 20000 on) */
     CURL_LOW_SPEED_LIMIT = 19, CURL_LOW_SPEED_TIME = 20, CURL_FOLLOWLOCATION = 52,
@@ -45,7 +44,7 @@ typedef struct { /* functions of libcurl, found by name in core/binding.py */
 
 enum Got { NOT_GOT = 0, GOT = 1, GOT_CHANGED = 2 /* the object was replaced */ };
 
-typedef struct { /* a range, where its bytes go, and its HTTP status and enum Got */
+typedef struct { /* a range, where its bytes go, its HTTP status, and its enum Got */
     int64_t offset, nbytes;
     uint8_t *into;
     int32_t status, got;

@@ -60,8 +60,7 @@ static void jpeg_warned(void *jpeg, int level)
     ((Jpeg *)jpeg)->errors->has_warned |= level < 0;
 }
 
-/* Makes a decompressor. libjpeg's errors tell its version, and the size of its structure, if they
-   differ. */
+/* Makes a decompressor. libjpeg's errors tell its version, and its structure's size, if they differ. */
 static int make_jpeg(const Libraries *l, Jpeg *jpeg, JpegErrors *errors)
 {
     volatile int32_t known[2] = {0}, count = 0;
@@ -211,8 +210,7 @@ static void decode_picture(const Libraries *l, Jpeg *jpeg, const Picture *p, voi
     if (!taps)
         jpeg_failed(jpeg);
     int16_t *sums = (int16_t *)(void *)(taps + count);
-    /* At an odd address: libjpeg writes aligned rows past the caches, but they are read right after
-       that. */
+    /* At an odd address: libjpeg writes aligned rows past the caches, but they are read at once. */
     uint8_t *row = (uint8_t *)sums + sums_nbytes + 1;
     find_taps(taps, p->out_height, p->top, p->bottom, denominator);
     find_taps(taps + p->out_height, p->out_width, p->left, p->right, denominator);

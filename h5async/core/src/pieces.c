@@ -101,9 +101,8 @@ ALWAYS_INLINE void fetch_early(const uint8_t *from, int64_t nbytes)
         __builtin_prefetch(from + at, 0, 2);
 }
 
-/* Copies as memcpy does, which may use a single instruction from 8 kB on. With that, some AMD processors
-   take four times as long if, modulo the page size, the target lies less than a cache line after the
-   source. */
+/* Copies as memcpy does, which from 8 kB on may use one instruction. With that, some AMD processors take
+   four times as long if, modulo the page size, the target lies less than a line after the source. */
 ALWAYS_INLINE void copy_long(uint8_t *to, const uint8_t *from, int64_t nbytes)
 {
     const uintptr_t behind = ((uintptr_t)to - (uintptr_t)from) % 4096;
@@ -209,9 +208,8 @@ static int read_run_slowly(File *file, const Worker *w, const Pieces *p, int64_t
     return 1;
 }
 
-/* Reads run by run; returns the number of pieces before the first that cannot be read. `is_late`, or NULL:
-   the runs to read; with `not_wait`, those that were not read at once are only requested, and noted
-   there. */
+/* Reads run by run; returns the number of pieces before the first that cannot be read. `is_late`: the runs
+   to read, NULL: all; or with `not_wait`, set for runs that would block, and are only requested. */
 static int64_t read_runs(File *file, const Worker *w, const Pieces *p, uint8_t *is_late, int not_wait)
 {
     for (int64_t i = 0, end; i < p->count; i = end) {

@@ -1,7 +1,6 @@
 /* Sample numbers enter; the plan of a batch leaves: independent items, sorted by source. */
 
-/* Fields `begin` to `end` with one layer each, whose segments begin at the same samples; or one layer of
-   a field. */
+/* Fields of one layer each, whose segments begin at the same samples; or one layer of a field. */
 typedef struct {
     const Field *fields;
     const Target *targets;

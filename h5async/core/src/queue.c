@@ -1,14 +1,14 @@
 /* The queue of batches to be read, on which threads wait for work, and the consumer for batches.
 
-   A thread plans the oldest batch with open work, or reads a range of its plan. It returns to Python only
-   with work for Python: a ticket, or a batch of which something is left.
+   A thread plans the oldest batch with open work, or reads a range of its plan. It returns to Python
+   only with work for Python: a ticket, or a batch of which something is left.
 
    Events that the consumer may wait for are counted. It reads the count, checks its condition, and then
    waits for a different count; so it misses no event.
 
    Putting a thread to sleep and waking it takes longer than reading a small batch. So if the next batch
-   is expected soon, one idle thread spins briefly; so does a consumer that helps, for batches that others
-   are about to finish. No more threads are woken than there are cores for, unless they wait for
+   is expected soon, one idle thread spins briefly; so does a consumer that helps, for batches that
+   others are about to finish. No more threads are woken than there are cores, unless they wait for
    storage. */
 
 #if defined(__linux__)
@@ -339,8 +339,7 @@ PUBLIC int64_t h5async_drop(Queue *queue, int64_t slot, int64_t serial)
 }
 
 /* Where the numbers of a slot's batch begin in the job's `samples`. With a negative `serial`: of the
-   batch that Python works on; else -1, unless that batch is ready and nothing of it was left to
-   Python. */
+   batch that Python works on; else -1, unless that batch is ready and nothing was left to Python. */
 PUBLIC int64_t h5async_samples_at(Queue *queue, int64_t slot, int64_t serial)
 {
     pthread_mutex_lock(&queue->lock);

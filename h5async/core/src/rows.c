@@ -1,5 +1,4 @@
-/* Reads rows that are stored as they are, without filters: each row's offset is computed as it is
-   read. */
+/* Reads rows stored without filters; the offset of each is computed as it is read. */
 
 enum { BLOCK_ROWS = 512 };
 
@@ -40,8 +39,7 @@ ALWAYS_INLINE void rows_are_within_inline(const Field *f, const uint8_t *at, int
 ALSO_FOR_AVX2(rows_are_within, (const Field *f, const uint8_t *at, int64_t length, int *is_within),
               (f, at, length, is_within))
 
-/* Whether all numbers read for an item are below its field's limit; checked while they are in the
-   cache. */
+/* Whether all numbers read for an item are below its field's limit; they are still in the cache. */
 static int item_is_within(const BatchPlan *plan, const Field *f, const Target *target,
                           const Item *item)
 {
@@ -62,8 +60,7 @@ static int item_is_within(const BatchPlan *plan, const Field *f, const Target *t
     return is_within;
 }
 
-/* The file offset of a row; -1: it was never written; INT64_MAX: it is invalid, and no read succeeds
-   there. */
+/* The file offset of a row; -1: it was never written; INT64_MAX: it is beyond what can be read. */
 static int64_t offset_of_row(const Layer *l, const Shape *shape, int64_t segment, int64_t row)
 {
     int64_t offset;
@@ -162,10 +159,9 @@ static int64_t read_row_pieces(Work *work, const Field *f, const Shape *shape, c
     return done;
 }
 
-/* Copies rows, no two of which are adjacent, straight from the sorted samples. The first one lies at
-   `from`, and those of consecutive samples are `stride` bytes apart. The rows copied after these lie
-   likewise from `next` on, and are prefetched at the end, to keep the same number of fetches in
-   flight. */
+/* Copies rows, no two of which are adjacent, straight from the sorted samples: the first one lies at
+   `from`, those of consecutive samples `stride` bytes apart. The rows copied next lie likewise from
+   `next` on, and are prefetched at the end, so that as many fetches stay in flight. */
 ALWAYS_INLINE void copy_singles(const Wanted *w, int64_t count, const uint8_t *from, int64_t stride,
                                 const uint8_t *next, uint8_t *to, int64_t nbytes)
 {
@@ -183,8 +179,7 @@ ALWAYS_INLINE void copy_singles(const Wanted *w, int64_t count, const uint8_t *f
     }
 }
 
-/* Finds the least and the greatest sample of an item; often, its samples are those of the item
-   before. */
+/* Finds the least and the greatest sample of an item; often they are those of the item before. */
 static void find_bounds(Work *work, const Wanted *w, int64_t count)
 {
     if (work->bounded == w && work->num_bounded == count)
@@ -205,8 +200,7 @@ static int64_t offset_of_sample(const Field *f, const Item *item, int64_t sample
     return offset_of_row(l, shape_of(f, item), segment, l->row[segment] + rows * l->step[segment]);
 }
 
-/* If the next item has the same samples, of another field: the address of the row of its first sample,
-   if mapped. */
+/* The address of the next item's first row if it has the same samples, and is mapped; else NULL. */
 static const uint8_t *after_item(const Work *work, const Item *item)
 {
     const Item *next = item + 1;
@@ -218,8 +212,7 @@ static const uint8_t *after_item(const Work *work, const Item *item)
     return offset < 0 || offset >= work->available ? NULL : work->file->map + offset;
 }
 
-/* Copies an item's rows from the map by copy_singles. Returns 0 if they are not as it needs them, or
-   not all there. */
+/* Copies an item's rows from the map by copy_singles; 0: they do not suit it, or are not all there. */
 static int copy_item(Work *work, const Field *f, const Shape *shape, const Target *target,
                      const Item *item)
 {

@@ -8,8 +8,7 @@
    A sample here is a row of the dataset. A field with steps has several for each sample of the batch;
    fields with equal steps are a group, whose rows are listed and sorted separately. */
 
-/* Grows arrays to room for `count` elements each; they keep their contents. Returns 0 if out of
-   memory. */
+/* Grows arrays to room for `count` elements each, keeping their contents; 0: there is no memory. */
 static int grow(void **const *arrays, int num_arrays, int64_t *most, int64_t count, size_t nbytes)
 {
     if (count <= *most)
@@ -58,8 +57,8 @@ static void insert_each(Wanted *wanted, int64_t count)
     }
 }
 
-/* Sorts by sample; stable (if few, equal samples by rank first). All samples are in [least, least +
-   span]. Returns the array that has the result. */
+/* Sorts by sample; stable (if few, by rank among equal ones). All are in [least, least + span]. Returns
+   the array that has the result. */
 static Wanted *sort_wanted(Wanted *wanted, Wanted *spare, int64_t count, int64_t least, int64_t span)
 {
     int bits = count < MANY ? 8 : 11; /* more at a time if that many counters cost little */
@@ -84,8 +83,8 @@ static Wanted *sort_wanted(Wanted *wanted, Wanted *spare, int64_t count, int64_t
 }
 
 /* Copies sorted runs to `runs`, joining those adjacent both in the dataset and in the batch. `rank` is
-   the length of each at first; ranks count from `rank` on then. Returns the number of runs; -1: their
-   rows are not sorted, because some runs overlap. */
+   first the length of each; afterwards, ranks count from `rank` on. Returns the number of runs; -1:
+   their rows are not sorted, because some runs overlap. */
 static int64_t join_wanted(const Wanted *wanted, int64_t count, int64_t rank, Wanted *runs,
                            int is_sorted)
 {
@@ -177,8 +176,8 @@ static NOINLINE Listed list_span_rows(Wanted *wanted, const int64_t *samples, in
     return listed;
 }
 
-/* Sorts what was listed, if it `is_sorted`, and appends the runs of it, `num_rows` in all, to those of
-   earlier groups. Returns 1; 0: there is no memory, or too many rows; -1: see join_wanted. */
+/* Sorts what was listed, if `is_sorted`, and appends its runs, `num_rows` in all, to those of earlier
+   groups. Returns 1; 0: there is no memory, or too many rows; -1: see join_wanted. */
 static NOINLINE int put_runs(BatchPlan *plan, const Listed *listed, int64_t num_rows, int is_sorted)
 {
     const Wanted *wanted = plan->wanted;
@@ -273,8 +272,7 @@ static int list_places(BatchPlan *plan, const int64_t *samples, int64_t count, c
     return total > target->capacity ? -1 : 1;
 }
 
-/* The last run from `run` on, which has to qualify itself, that begins at or before a rank, or before a
-   sample. */
+/* The last run from `run` on, itself included, that begins at or before a rank, or before a sample. */
 static int64_t run_of_rank(const BatchPlan *plan, int64_t run, int64_t rank)
 {
     int64_t most = rank - plan->sorted[run].rank + 1; /* each run has at least one sample */

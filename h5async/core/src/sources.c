@@ -108,7 +108,7 @@ static int open_and_map(const Sources *all, Source *opened)
 static int open_source(const Sources *all, Source *opened)
 {
     opened->map = NULL;
-    opened->fd = open(opened->path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* do not wait for a pipe */
+    opened->fd = open(opened->path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* O_NONBLOCK: for pipes */
     opened->is_open = opened->fd >= 0;
     if (opened->is_open && open_and_map(all, opened))
         return 1;
@@ -291,7 +291,7 @@ PUBLIC int64_t h5async_open_again(Sources *all, int64_t number, File *file)
     pthread_mutex_unlock(&all->lock);
     *file = (File){.io = (int32_t)all->io, .path = s.path, .device = s.device, .inode = s.inode,
                    .nbytes = s.nbytes, .modified_ns = s.modified_ns, .changed_ns = s.changed_ns};
-    file->fd = open(s.path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* do not wait for a pipe */
+    file->fd = open(s.path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* O_NONBLOCK: for pipes */
     int64_t error = file->fd < 0 || fstat(file->fd, &status) != 0 ? errno : 0;
     if (!error && !IS_SAME_FILE(&s, status))
         error = IS_REPLACED;

@@ -1,5 +1,4 @@
-/* A cache of decoded chunks that later batches need: each is decoded by one thread, and kept within a
-   budget.
+/* Keeps decoded chunks that later batches need: each is decoded by one thread, within a budget.
 
    An entry is one decoded chunk; or whole rows, put together once from all chunks that hold pieces of
    them, which several threads may decode at the same time. So an entry has one or more pieces, and a

@@ -228,9 +228,8 @@ static int sort_bucket(const Window *w, const Block *b, int64_t bucket)
     return 1;
 }
 
-/* Sorts the buckets with positions `begin` to `end` of a block. A thread that sorts a bucket never
-   waits meanwhile, so others that need it spin until it is done. Returns 0 if memory allocation
-   fails. */
+/* Sorts the buckets with positions `begin` to `end` of a block. A thread that sorts one never waits
+   meanwhile, so others that need it spin until it is done. Returns 0 if memory allocation fails. */
 static int sort_buckets(const Window *w, const Block *b, int64_t begin, int64_t end)
 {
     int64_t bucket = 0, behind = b->num_buckets;
