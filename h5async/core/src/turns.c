@@ -1,7 +1,7 @@
 /* The consumer's turns: one call hands the last batch back, requests the next ones for free slots, and
    takes the next batch. The ring of slots (deliver/slots.py) lends its state to this for the batches of a
-   run, which are alike, except that the last one of an epoch may be short. Python calls these as built-in
-   functions, because a call through ctypes would take longer than their work. All members change only while
+   run, which are alike, except that the last one of an epoch may be short. For Python, these are built-in
+   functions, because calls through ctypes would take longer than their work. All members change only while
    the GIL is held. */
 
 enum { MAX_WAITS = 4096, MAX_GIVEN = 16, MAX_ENDS = 257 }; /* also declared in read/queue.py */
@@ -29,7 +29,7 @@ typedef struct {
     int64_t batches, samples, waits, wait_ns, at_ns;
 } Taken;
 
-/* What was taken before epoch `epoch` and by its end, the workers' totals at its end, and its number of
+/* What was taken before epoch `epoch` and by its end, the workers' totals then, and its number of
    batches. */
 typedef struct {
     Taken begin, end;
@@ -338,7 +338,7 @@ static Object *new_batch(const Turns *t)
     Object *place = is_alike ? serial : PyLong_FromLongLong(t->next_in_run);
     Object *index = given ? PyList_GetItem(t->samples, given - t->given) : NULL;
     Py_IncRef(run); /* a reader that is closed meanwhile would release it; see `take` */
-    int are_plain = t->num_rows == NULL; /* of ragged fields, they take longer, and are made on access */
+    int are_plain = t->num_rows == NULL; /* views of ragged fields take longer, and are made on access */
     Object *views = t->names && are_plain ? views_of(t, t->next, count) : NULL;
     if (views == NULL)
         views = Py_BuildValue("");
