@@ -24,7 +24,7 @@
 #include <unistd.h>
 
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "written for little-endian machines; others do without"
+#error "the core supports only little-endian machines; others run without it"
 #endif
 
 /* H5ASYNC_PORTABLE builds the code paths of other processors and systems, to test them here, too. */

@@ -34,7 +34,7 @@ typedef struct {
 
 /* core/binding.py counts it as HEAP_SCRATCH_NBYTES. */
 _Static_assert(sizeof(HeapScratch) == NUM_INDICES * 24 + 5 * 8 + HEAP_WINDOW + BLOCK_SEQUENCES * 16,
-               "the scratch of a thread has another size");
+               "HeapScratch has changed: update HEAP_SCRATCH_NBYTES in core/binding.py");
 
 /* The elements to read, at most BLOCK_SEQUENCES: the values of `element[i]` go to `out + position[i]`. */
 typedef struct {
