@@ -1,7 +1,7 @@
-/* What threads do of the batches of a queue, and the consumer that helps them: plan the oldest one of
-   which work is left, or read a range of its plan; or, threads alone, wait for more. */
+/* The work of threads on the batches of a queue, and of a consumer that helps them: planning the oldest
+   batch with open work, or reading a range of its plan. Threads also wait for more. */
 
-/* The oldest batch that a thread can do something of. Holds the lock. */
+/* The oldest batch that a thread can work on. Called with the lock held. */
 static Job *next_job(Queue *queue)
 {
     Job *found = NULL;
@@ -47,7 +47,7 @@ static int64_t *places_of(const Job *job)
     return job->samples + 2 * job->rows;
 }
 
-/* Plan what the core reads alone of a batch, whose samples are known. Returns whether it did. */
+/* Plans the part of a batch that the core reads by itself, given its samples. Returns whether it did. */
 static int plan_samples(const Queue *queue, Job *job)
 {
     const Wish *wish = &job->wish;
@@ -75,8 +75,8 @@ static int plan_samples(const Queue *queue, Job *job)
                               queue->num_threads, wish->draw) == 1;
 }
 
-/* Plan a batch, once its slot's memory may be written to. Who does not wait for that leaves it to another
-   thread. Holds the lock, but not meanwhile. Returns whether it is planned, or is not to be. */
+/* Plans a batch, once its slot's memory may be written to. A caller that does not wait for that leaves it
+   to another thread: then, the result is 0. Called with the lock held; releases it meanwhile. */
 static int plan_job(Queue *queue, Job *job, Worker *w, int waits)
 {
     job->state = IN_PLAN, job->begun_ns = now_ns();
@@ -103,12 +103,12 @@ static int plan_job(Queue *queue, Job *job, Worker *w, int waits)
     job->next_item = job->is_planned && !job->is_dropped ? 0 : job->plan->num_items;
     job->under_way = job->refused = 0;
     job->state = TO_READ;
-    atomic_fetch_add(&queue->events, 1); /* for a consumer that looks for work of it; one asleep waits on */
+    atomic_fetch_add(&queue->events, 1); /* for a consumer that spins; one that sleeps goes on sleeping */
     return 1;
 }
 
-/* Read items of a plan, or, where these were read, keep samples. Returns how many items were refused;
-   -1: the reader is being closed. */
+/* Reads items of a plan or, if it `keeps`, keeps samples that were read. Returns the number of refused
+   items; -1: the reader is being closed. */
 static int64_t do_range(const Queue *queue, Job *job, Worker *w, int keeps, int64_t start, int64_t stop)
 {
     KeptSamples *kept = queue->kept;
@@ -123,8 +123,8 @@ static int64_t do_range(const Queue *queue, Job *job, Worker *w, int keeps, int6
     return 0;
 }
 
-/* Take a range of a plan, or of samples to be kept. Holds the lock, but not meanwhile. Returns whether
-   the reader is closed. */
+/* Takes a range of a plan, or of samples to be kept. Returns whether the reader is closed. Called with the
+   lock held; releases it meanwhile. */
 static int take_range(Queue *queue, Job *job, Worker *w)
 {
     const BatchPlan *plan = job->plan;
@@ -158,7 +158,7 @@ static int take_range(Queue *queue, Job *job, Worker *w)
     return refused < 0;
 }
 
-/* Have a batch that is filled uploaded. Returns whether it was. Holds the lock, but not meanwhile. */
+/* Enqueues a filled batch's upload; 0: the GPU fails. Called with the lock held; releases it meanwhile. */
 static int upload_job(Queue *queue, Job *job, Worker *w)
 {
     job->under_way++;
@@ -175,9 +175,9 @@ static int upload_job(Queue *queue, Job *job, Worker *w)
     return is_sent;
 }
 
-/* Do a piece of a batch's work. Holds the lock, but not meanwhile. Returns NEXT_NOTHING where there is
-   more of it, or other threads are at it; NEXT_READY; NEXT_END; or its slot, where work is left, or all of
-   it, as this thread does not wait for a GPU. */
+/* Does a step of a batch's work. Returns NEXT_NOTHING if there is more to do, or other threads are working
+   on it; NEXT_READY; NEXT_END; or its slot, if work is left, or all of it, because this thread does not
+   wait for a GPU. Called with the lock held; releases it meanwhile. */
 static int64_t advance(Queue *queue, Job *job, Worker *w, int waits)
 {
     if (queue->is_remote) {
@@ -190,7 +190,7 @@ static int64_t advance(Queue *queue, Job *job, Worker *w, int waits)
         return NEXT_END;
     if (is_open(job) || job->under_way)
         return NEXT_NOTHING;
-    int is_left = !job->is_planned || job->refused || job->wish.needs_python; /* Python keeps the rows itself */
+    int is_left = !job->is_planned || job->refused || job->wish.needs_python; /* Python then keeps the rows */
     int is_kept = queue->kept == NULL || job->is_kept || job->state == TO_KEEP || job->wish.count == 0;
     if (!is_left && !job->is_dropped && !is_kept) {
         job->state = TO_KEEP, job->next_item = 0, job->left_nbytes = job->plan->nbytes;
@@ -210,13 +210,13 @@ static int64_t advance(Queue *queue, Job *job, Worker *w, int waits)
     int64_t most_ns = 2 * queue->fill_ns + 1000; /* so that one slow batch hardly counts: see CHEAP_NS */
     most_ns = most_ns < MOST_FILL_NS ? most_ns : MOST_FILL_NS;
     queue->fill_ns = (queue->fill_ns + (job->work_ns < most_ns ? job->work_ns : most_ns)) / 2;
-    pthread_mutex_unlock(&queue->lock); /* the consumer needs it at once; to wake it takes long */
+    pthread_mutex_unlock(&queue->lock); /* the consumer needs it at once, and waking it takes long */
     h5async_wake(queue);
     pthread_mutex_lock(&queue->lock);
     return NEXT_READY;
 }
 
-/* Wait for work. Holds the lock, but not meanwhile. */
+/* Waits for work. Called with the lock held; releases it meanwhile. */
 static void wait_for_work(Queue *queue)
 {
     uint32_t seen = atomic_load(&queue->offers);
@@ -231,7 +231,7 @@ static void wait_for_work(Queue *queue)
         queue->spinners = 0;
         uint32_t offers = atomic_load(&queue->offers) - seen;
         if (offers > 1 && queue->num_idle && num_busy(queue) < most_busy(queue))
-            pthread_cond_signal(&queue->work); /* nobody was woken for them */
+            pthread_cond_signal(&queue->work); /* no thread was woken for them */
         if (offers || next_job(queue) != NULL)
             return;
     }
@@ -240,9 +240,10 @@ static void wait_for_work(Queue *queue)
     queue->num_idle--;
 }
 
-/* Do work that needs no Python, and return a batch's slot where it has left some. Or, where a thread
-   `stays`, NEXT_TICKET, or NEXT_END, after which it need not come again; else, at the end of a batch's
-   work, as `advance`. Many threads call this, each with a worker of its own. */
+/* Does work that needs no Python, and returns the slot of a batch of which some is left. Otherwise, a
+   thread that `stays` returns NEXT_TICKET, or NEXT_END, after which it need not call again; other callers
+   return as `advance` does, after the work of one batch. Many threads call this, each with its own
+   worker. */
 PUBLIC int64_t h5async_next(Queue *queue, Worker *w, int64_t stays)
 {
     int64_t next = NEXT_NOTHING;
@@ -263,7 +264,7 @@ PUBLIC int64_t h5async_next(Queue *queue, Worker *w, int64_t stays)
         }
         if (job != NULL && next != NEXT_END)
             next = advance(queue, job, w, 1);
-        else if (stays) /* closed, where NEXT_END: the end will be told right now */
+        else if (stays) /* after NEXT_END, the queue is about to be ended */
             wait_for_work(queue);
         else
             break;
@@ -271,15 +272,15 @@ PUBLIC int64_t h5async_next(Queue *queue, Worker *w, int64_t stays)
     queue->num_here -= stays;
     if (queue->is_ended)
         next = NEXT_END;
-    else if (stays && queue->num_idle && next_job(queue) != NULL) /* which this thread does not come for */
+    else if (stays && queue->num_idle && next_job(queue) != NULL) /* this thread does not come for it */
         pthread_cond_signal(&queue->work);
     pthread_mutex_unlock(&queue->lock);
     w->returned_ns = now_ns();
     return next;
 }
 
-/* Fill a batch in the consumer's thread, if it is its own. What is left to Python, a thread is to find
-   out again. Returns whether it is filled. */
+/* Fills a batch in the consumer's thread, if it `is_own`. If work is left for Python, a thread will find
+   that out again. Returns whether it is filled. */
 static int fill_own_job(Queue *queue, Worker *w, int64_t serial)
 {
     int64_t next = NEXT_NOTHING;

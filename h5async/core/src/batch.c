@@ -1,18 +1,18 @@
-/* The plan of a batch enters; its rows leave, of all fields, out of all sources.
+/* The plan of a batch enters; its rows leave, of all fields, from all sources.
 
-   Threads take ranges of a plan's items, each in one call. First come pieces that are kept decoded,
-   for which no file is needed (kept.c); then what is read, source by source. An item that cannot be
-   done is marked: Python opens its file, checks it where it was changed, and has it read again out of
-   that, so that it learns the reason (read/rereading.py). */
+   Threads take ranges of a plan's items, each in one call. Pieces that are kept decoded come first, as
+   they need no file (kept.c); then everything else, source by source. An item that cannot be read is
+   marked: Python reopens its file, checks it if it has changed, and has the item read again from it, to
+   learn the reason (read/rereading.py). */
 
-/* Where a piece of an item lies; -1: nowhere, or it is not asked for. */
+/* The file offset of a piece of an item; -1: it has none, or is not to be requested. */
 static int64_t offset_of_piece(const Work *work, const Item *item, int32_t cross, int64_t *nbytes)
 {
     const Field *f = &work->fields[item->field];
     const Layer *l = &f->layers[item->layer];
     const Shape *shape = shape_of(f, item);
     if (shape->dataset.begin >= 0)
-        return -1; /* what is wanted of it lies anywhere in it */
+        return -1; /* contiguous: the wanted rows lie anywhere in it */
     int64_t extent = find_extent(f, l, item->segment, item->number + shape->cross_number[cross]);
     if (extent < 0 || extent >= f->num_extents)
         return -1;
@@ -20,8 +20,8 @@ static int64_t offset_of_piece(const Work *work, const Item *item, int32_t cross
     return f->offset[extent];
 }
 
-/* Ask the system for all that is to be read, but for long runs, which it reads ahead by itself, and
-   better. Returns whether there were such. */
+/* Requests everything to be read from the system, except long runs, which its own read-ahead does
+   better. Returns whether there were any. */
 static int ask_for_items(Work *work)
 {
     int64_t nbytes = 0;
@@ -60,13 +60,13 @@ static int seem_cached(const Work *work)
     return 1;
 }
 
-/* Find out whether to read out of the map; not each time where it did. A file of which long runs were
-   not in the page cache a moment ago is read further as it was then: what the system reads ahead is
-   cached, too, and what follows need not be. */
+/* Decides whether to read from the map; a source that was cached several times is not probed each time.
+   If long runs of a file were not in the page cache a moment ago, it is still read as then: the system's
+   read-ahead is cached, too, but what follows need not be. */
 static void probe(Work *work)
 {
     Source *s = work->source;
-    int can_wait = work->file->io == IO_MAP || work->file->fd < 0; /* pages come when touched */
+    int can_wait = work->file->io == IO_MAP || work->file->fd < 0; /* pages are loaded on access */
     int is_cached = can_wait;
     if (!can_wait)
         is_cached = (s->was_cached >= SURE_USES && ++s->uses % USES_PER_PROBE) || seem_cached(work);
@@ -88,8 +88,8 @@ static void go_to(Work *work, int64_t item)
         work->cross = work->plan->items[item].cross;
 }
 
-/* Items of one source, until all are done or skipped, or a chunk has to be waited for. One of which
-   another thread decodes a chunk is skipped, where it can be: that chunk will be there soon. */
+/* Does items of one source until all are done or skipped, or a chunk has to be waited for. If possible,
+   an item is skipped while another thread decodes one of its chunks, which will be there soon. */
 static void do_section(void *data)
 {
     Work *work = data;
@@ -142,7 +142,7 @@ static void release_claims(Work *work, int are_filled)
     work->num_claims = 0;
 }
 
-/* Items `begin` to `end`, all of one source, out of its open file. */
+/* Reads items `begin` to `end`, all of one source, from its open file. */
 static void read_file(Work *work, File *file, Source *s, int64_t begin, int64_t end)
 {
     work->file = file, work->source = s;
@@ -164,10 +164,10 @@ static void read_file(Work *work, File *file, Source *s, int64_t begin, int64_t 
         }
         work->may_wait = 1;
     }
-    let_go_of_rows(work); /* where it was given up midway */
+    let_go_of_rows(work); /* if it was given up midway */
 }
 
-/* Items `begin` to `end`, all of one source. */
+/* Reads items `begin` to `end`, all of one source. */
 static void read_source(Work *work, Sources *sources, int64_t begin, int64_t end)
 {
     File file;
@@ -183,8 +183,8 @@ static void read_source(Work *work, Sources *sources, int64_t begin, int64_t end
     release_source(sources, s, &file);
 }
 
-/* Read one item again that was refused, out of an open file. Returns whether it was read; if not, the
-   event of the file says why, or the failure of the worker. */
+/* Reads a refused item again, from an open file. Returns whether that succeeded; if not, the event of
+   the file or the failure of the worker says why. */
 PUBLIC int64_t h5async_read_again(BatchPlan *plan, const Field *fields, const Target *targets,
                                   File *file, Worker *w, int64_t number)
 {
@@ -215,8 +215,8 @@ static void fill_items(Work *work, int64_t begin, int64_t end)
     }
 }
 
-/* Read items `start` to `stop` of a plan. Returns how many were refused; -1: the reader is being
-   closed. Safe from many threads, each with a worker and items of its own. */
+/* Reads items `start` to `stop` of a plan. Returns how many were refused; -1: the reader is being
+   closed. Safe to call from many threads, each with its own worker and items. */
 PUBLIC int64_t h5async_read_batch(BatchPlan *plan, const Field *fields, const Target *targets,
                                   Sources *sources, Worker *w, int64_t start, int64_t stop)
 {
@@ -226,7 +226,7 @@ PUBLIC int64_t h5async_read_batch(BatchPlan *plan, const Field *fields, const Ta
         return -1;
     for (int64_t i = start; i < stop; i++)
         if (plan->items[i].status == REFUSED)
-            plan->items[i].status = TO_DO; /* what it lacked was fetched meanwhile */
+            plan->items[i].status = TO_DO; /* what it lacked has been fetched meanwhile */
     install_guard();
     begin_tracing(w);
     read_kept(&work, sources, start, stop);
@@ -254,7 +254,7 @@ PUBLIC int64_t h5async_read_batch(BatchPlan *plan, const Field *fields, const Ta
     return w->stop != NULL && *w->stop ? -1 : refused;
 }
 
-/* Plan samples, and read them, in one call. Returns whether all was read; if not, nothing is known. */
+/* Plans and reads samples in one call. Returns whether all was read; else targets are undefined. */
 PUBLIC int64_t h5async_read_samples(BatchPlan *plan, const Field *fields, const Target *targets,
                                     Sources *sources, Worker *w, const int64_t *samples,
                                     const uint64_t *draw, int64_t num_fields, int64_t count,

@@ -1,42 +1,42 @@
 /* Reads elements of variable-length datatypes: references enter; lengths, places and values leave.
 
-   An element is stored as a reference: its length, and the address of a collection of the global heap
-   with the index of an object there ("Global Heap" and "Variable-Length" of the HDF5 file format
-   specification). Nothing guards these, so that every bound is checked. What HDF5 refuses is refused
-   here: a collection with another signature or version, objects that end behind it, a length that is
-   not that of the object. So are two objects of one index, of which HDF5 takes the last.
+   An element is stored as a reference: its length, the address of a global heap collection, and the index
+   of an object there (see "Global Heap" and "Variable-Length" in the HDF5 file format specification). No
+   checksum protects these, so every bound is checked. Whatever HDF5 refuses is refused here: a collection
+   with another signature or version, objects that extend beyond it, a length that differs from the
+   object's. So are two objects with the same index, of which HDF5 takes the last.
 
-   The place of an element is first what its reference says, and once its collection was walked, where
-   its values begin in the file; a walk is for its neighbours in the dataset, too. Threads may share the
-   places: each is written whole, and whoever writes it writes the same. */
+   The place of an element is first what its reference says and, once its collection has been walked, the
+   file offset of its values; a walk also resolves neighbouring elements of the dataset. Threads may share
+   the places: writes are atomic, and all threads write the same values. */
 
 enum { COLLECTION_HEAD = 16, OBJECT_HEAD = 16, LEAST_COLLECTION = 4096, NUM_INDICES = 1 << 16 };
 enum { INDEX_BITS = 16, MOST_SKIPPED = 64, HEAP_WINDOW = 16 * 1024 };
-enum { MOST_COLLECTION = 1 << 20 }; /* bytes of one that are fetched at once */
+enum { MOST_COLLECTION = 1 << 20 }; /* maximum bytes of one that are fetched at once */
 #define MOST_ADDRESS ((INT64_C(1) << 47) - 1)
 
 typedef struct {
-    int64_t offset, nbytes, visit; /* of which walk it is */
+    int64_t offset, nbytes, visit; /* the walk that found it */
 } HeapObject;
 
 typedef struct {
     int64_t key, number;
 } Ordered;
 
-/* Of a thread; zeros at first. */
+/* Of a thread; initially zeros. */
 typedef struct {
     HeapObject object[NUM_INDICES];
-    int64_t visit, begin, end;      /* the latest walk, and of which bytes of the file */
+    int64_t visit, begin, end;      /* the latest walk, and its range of the file */
     int64_t window_begin, window_end;
     uint8_t window[HEAP_WINDOW];
     Ordered ordered[BLOCK_SEQUENCES]; /* used by a call */
 } HeapScratch;
 
-/* HEAP_SCRATCH_NBYTES of core/binding.py, which counts it. */
+/* core/binding.py counts it as HEAP_SCRATCH_NBYTES. */
 _Static_assert(sizeof(HeapScratch) == NUM_INDICES * 24 + 5 * 8 + HEAP_WINDOW + BLOCK_SEQUENCES * 16,
-               "the scratch of a thread has another size");
+               "HeapScratch has changed: update HEAP_SCRATCH_NBYTES in core/binding.py");
 
-/* What is asked for, at most BLOCK_SEQUENCES: values of `element[i]` go to `out + position[i]`. */
+/* The elements to read, at most BLOCK_SEQUENCES: the values of `element[i]` go to `out + position[i]`. */
 typedef struct {
     const Heap *heap;
     File *file;
@@ -46,8 +46,8 @@ typedef struct {
     int64_t count;
     uint8_t *out;
     int64_t out_nbytes;
-    int64_t available, file_nbytes; /* of the map, if it is used; and of the file */
-    Span *asks; /* not NULL: what is missing of collections is asked for, and the rest is found */
+    int64_t available, file_nbytes; /* bytes of the map, 0: unused; and of the file */
+    Span *asks; /* not NULL: missing parts of collections are requested, and the rest is resolved */
 } HeapCall;
 
 static int64_t unresolved(int64_t address, int64_t index)
@@ -70,7 +70,7 @@ static int64_t get_place(const Heap *h, int64_t number)
     return __atomic_load_n(&h->place[number], __ATOMIC_RELAXED);
 }
 
-/* A number of 2, 4 or 8 bytes; -1: it is too large. (Copies of a known size are loads.) */
+/* An unsigned number of 2, 4 or 8 bytes; -1: above INT64_MAX. (Copies of constant size are loads.) */
 ALWAYS_INLINE int64_t get_number(const uint8_t *from, int32_t nbytes)
 {
     uint64_t number = 0;
@@ -81,8 +81,8 @@ ALWAYS_INLINE int64_t get_number(const uint8_t *from, int32_t nbytes)
     return number > INT64_MAX ? -1 : (int64_t)number;
 }
 
-/* Decode references, of 8 bytes more than an address each, to the first elements. Returns how many
-   values they have in all; -1 - i: element i has more than `most_nbytes` bytes. */
+/* Decodes references (an address and 8 more bytes) to the first `count` elements. Returns their total
+   number of values; -1 - i: element i has more than `most_nbytes` bytes. */
 PUBLIC int64_t h5async_decode_references(const Heap *h, const uint8_t *references,
                                          int64_t most_nbytes)
 {
@@ -98,14 +98,14 @@ PUBLIC int64_t h5async_decode_references(const Heap *h, const uint8_t *reference
         if (address == 0)
             index = 0;
         else if (address < 0 || address > MOST_ADDRESS || index >= NUM_INDICES)
-            address = MOST_ADDRESS, index = 0; /* where no file has anything */
+            address = MOST_ADDRESS, index = 0; /* no file reaches that far */
         h->length[i] = (uint32_t)length;
         h->place[i] = unresolved(address, index);
     }
     return total;
 }
 
-/* The 16 bytes at an offset, out of the map or by reads; NULL: they cannot be read. */
+/* Returns the 16 bytes at an offset, from the map or by reading; NULL: they cannot be read. */
 static const uint8_t *heap_bytes(HeapCall *c, int64_t offset)
 {
     HeapScratch *s = c->scratch;
@@ -132,8 +132,8 @@ static const uint8_t *heap_bytes(HeapCall *c, int64_t offset)
     return s->window + (offset - s->window_begin);
 }
 
-/* List the objects of the collection at an offset; 0: it is damaged, and that is noted. Free space comes last, of index
-   0, if there is room for its head. */
+/* Lists the objects of the collection at an offset. Returns 0 if it is damaged, which is recorded, or
+   cannot be read. Free space comes last, with index 0, if there is room for its header. */
 static int walk_collection(HeapCall *c, int64_t begin)
 {
     HeapScratch *s = c->scratch;
@@ -167,8 +167,8 @@ static int walk_collection(HeapCall *c, int64_t begin)
     return 1;
 }
 
-/* Note where the values of an element of the collection that was walked lie; 0: not there, and if it
-   is wanted, that has failed. No walk lists an object of index 0. */
+/* Records the place of an element of the collection just walked. Returns 0 if its object is missing or has
+   another length, which is a failure if it `is_wanted`. No walk lists an object with index 0. */
 static int resolve(const HeapCall *c, int64_t number, int64_t place, int is_wanted)
 {
     const Heap *h = c->heap;
@@ -182,7 +182,7 @@ static int resolve(const HeapCall *c, int64_t number, int64_t place, int is_want
     return 1;
 }
 
-/* The same for elements before or behind one, as far as they lie in the same collection. */
+/* Does the same for the elements before or after one, as long as they are in the same collection. */
 static void resolve_neighbours(const HeapCall *c, int64_t number, int64_t step, int64_t address)
 {
     int64_t skipped = 0;
@@ -203,7 +203,7 @@ static int by_key(const void *a, const void *b)
     return (one->key > other->key) - (one->key < other->key);
 }
 
-/* Elements in the order of the dataset are mostly so in the file, too. */
+/* Does not sort without need: elements in dataset order are mostly in file order, too. */
 static void sort_ordered(Ordered *ordered, int64_t count)
 {
     for (int64_t i = 1; i < count; i++)
@@ -213,7 +213,7 @@ static void sort_ordered(Ordered *ordered, int64_t count)
         }
 }
 
-/* Ask for all of a collection, as far as it is known how long that is, if a read of it has failed. */
+/* If a read of a collection has failed, requests all of it, as far as its length is known. */
 static void ask_for_collection(HeapCall *c, int64_t begin)
 {
     HeapScratch *s = c->scratch;
@@ -227,7 +227,7 @@ static void ask_for_collection(HeapCall *c, int64_t begin)
     c->file->failed_at = -1;
 }
 
-/* Find all that is asked for; one that is not there has failed. */
+/* Resolves the places of all elements; fails if one is missing. */
 static int resolve_all(HeapCall *c)
 {
     const Heap *h = c->heap;
@@ -266,7 +266,7 @@ static int resolve_all(HeapCall *c)
     return 1;
 }
 
-/* Copy all that is asked for, all of which was found. Reads go through the file in order. */
+/* Copies the values of all elements, whose places are resolved. Reads are in file order. */
 static int copy_all(const HeapCall *c)
 {
     const Heap *h = c->heap;
@@ -301,8 +301,8 @@ static int copy_all(const HeapCall *c)
     return 0;
 }
 
-/* Where an element seems to begin in the file: its values, or the collection that has them. -1: it has
-   no values, or there is no such element. */
+/* The file offset of an element's values or, until resolved, of its collection; not checked. -1: it has no
+   values, or does not exist. */
 static int64_t offset_of_element(const Heap *h, int64_t number)
 {
     if (number < 0 || number >= h->count || h->length[number] == 0)
@@ -317,7 +317,7 @@ static const Heap *heap_of_item(const Work *work, const Item *item)
     return &f->heaps[f->layers[item->layer].begin[item->segment]];
 }
 
-/* Describe the reading of an item; without scratch, where there is no memory. */
+/* Describes the reading of an item. Its scratch is NULL if memory allocation fails. */
 static HeapCall heap_call(const Work *work, const Field *f, const Target *target, const Item *item)
 {
     HeapScratch *scratch = work->w->heap ? work->w->heap : calloc(1, sizeof *scratch);
@@ -344,7 +344,7 @@ static int read_heap_item(Work *work, const Field *f, const Target *target, cons
     return is_good;
 }
 
-/* Where the first element of an item lies that has values; -1: none has any. */
+/* The file offset of the first element of an item that has values; -1: none has any. */
 static int64_t offset_of_elements(const Work *work, const Item *item)
 {
     const Heap *h = heap_of_item(work, item);
@@ -354,7 +354,7 @@ static int64_t offset_of_elements(const Work *work, const Item *item)
     return offset;
 }
 
-/* Ask the system for the elements of an item. Large ones are mostly the first of their collection. */
+/* Requests an item's elements from the system. Large ones are mostly the first of their collection. */
 static void ask_for_elements(const Work *work, const Item *item, Span *span)
 {
     const Heap *h = heap_of_item(work, item);

@@ -1,9 +1,8 @@
-/* Gets byte ranges of an object over HTTP, many at once, by libcurl's multi interface.
+/* Fetches byte ranges of an object over HTTP, many at once, with libcurl's multi interface.
 
-   libcurl's functions are handed over as pointers, as those of codecs are. The numbers of options,
-   results and messages are part of its binary interface, which <curl/curl.h> and <curl/multi.h>
-   promise to keep. What cannot be had at the first try is left to another client, which tries again
-   and has words for it. */
+   libcurl's functions are passed as pointers, as those of codecs are. The numbers of its options,
+   results and messages are part of its ABI, which <curl/curl.h> and <curl/multi.h> promise to keep.
+   Ranges that fail at first are left to another client, which tries again and reports errors. */
 
 enum { /* options are longs, or pointers (from 10000 on), or functions (from 20000 on) */
     CURL_LOW_SPEED_LIMIT = 19, CURL_LOW_SPEED_TIME = 20, CURL_FOLLOWLOCATION = 52,
@@ -25,7 +24,7 @@ typedef struct { /* struct CURLMsg; its only kind is CURLMSG_DONE */
     } data;
 } CurlMessage;
 
-typedef struct { /* functions of libcurl, which core/binding.py finds by their names */
+typedef struct { /* functions of libcurl, found by name in core/binding.py */
     int (*curl_global_init)(long flags);
     void *(*curl_easy_init)(void);
     int (*curl_easy_setopt)(void *easy, int option, ...);
@@ -43,38 +42,38 @@ typedef struct { /* functions of libcurl, which core/binding.py finds by their n
     void (*curl_slist_free_all)(void *list);
 } Curl;
 
-enum Got { NOT_GOT = 0, GOT = 1, GOT_CHANGED = 2 /* the object is another one now */ };
+enum Got { NOT_GOT = 0, GOT = 1, GOT_CHANGED = 2 /* the object was replaced */ };
 
-typedef struct { /* a range, where its bytes go, and what came of it: enum Got */
+typedef struct { /* a range, where its bytes go, its HTTP status, and its enum Got */
     int64_t offset, nbytes;
     uint8_t *into;
     int32_t status, got;
 } HttpRange;
 
-/* What to get. `headers` are lines, each with a 0 at its end, the last of them empty. Answers have to
-   have the ETag. */
+/* What to fetch. `headers` are lines that end with a NUL each, after the last of them an empty one.
+   Responses must have the ETag `etag`. */
 typedef struct {
     const char *url, *headers, *etag, *ca_file, *protocols;
     HttpRange *ranges;
-    const int32_t *stop; /* once it is not 0, the call ends soon */
+    const int32_t *stop; /* once it is nonzero, the call ends soon */
     int64_t num_ranges, object_nbytes, most_at_once, most_redirects;
 } HttpCall;
 
 typedef struct { /* one request at a time */
     void *easy;
     const HttpCall *call;
-    HttpRange *range; /* NULL: none is under way */
+    HttpRange *range; /* NULL: idle */
     int64_t received;
-    int32_t has_range, has_etag; /* the answer says that it is what was asked for */
+    int32_t has_range, has_etag; /* the response confirms the range, and the ETag */
 } Lane;
 
-typedef struct { /* for one thread at a time; keeps its connections from call to call */
+typedef struct { /* for one thread at a time; keeps its connections between calls */
     const Curl *curl;
     void *multi;
     Lane lanes[MOST_LANES];
 } HttpLoop;
 
-/* Find the value of a header of that name, which ends with a colon, or return NULL. */
+/* Returns the value of the header `name` (with its colon), or NULL if the line is another one. */
 static const char *header_value(const char *line, const char *name)
 {
     size_t length = strlen(name);
@@ -90,7 +89,7 @@ static int is_range(const char *value, const HttpRange *range, int64_t object_nb
            first == range->offset && last == first + range->nbytes - 1 && nbytes == object_nbytes;
 }
 
-/* libcurl calls this with each line of the head of an answer. */
+/* libcurl calls this for each header line of a response. */
 static size_t take_header(const char *bytes, size_t unused, size_t nbytes, void *data)
 {
     (void)unused;
@@ -103,7 +102,7 @@ static size_t take_header(const char *bytes, size_t unused, size_t nbytes, void 
     line[length] = 0;
     for (; length > 0 && strchr(" \t\r\n", line[length - 1]) != NULL; length--)
         line[length - 1] = 0;
-    if (strncmp(line, "HTTP/", 5) == 0) { /* once more after a redirect */
+    if (strncmp(line, "HTTP/", 5) == 0) { /* again after a redirect */
         value = strchr(line, ' ');
         *lane = (Lane){.easy = lane->easy, .call = lane->call, .range = range};
         range->status = value != NULL ? atoi(value) : 0;
@@ -118,7 +117,7 @@ static size_t take_header(const char *bytes, size_t unused, size_t nbytes, void 
     return nbytes;
 }
 
-/* libcurl calls this with bytes of a body; where it does not return `nbytes`, the request ends. */
+/* libcurl calls this for bytes of a body; returning anything but `nbytes` ends the request. */
 static size_t take_body(const char *bytes, size_t unused, size_t nbytes, void *data)
 {
     (void)unused;
@@ -126,7 +125,7 @@ static size_t take_body(const char *bytes, size_t unused, size_t nbytes, void *d
     HttpRange *range = lane->range;
     int64_t received = lane->received, after = received + (int64_t)nbytes;
     lane->received = after;
-    if (range->status >= 400) /* what is said of a failure is read to keep the connection */
+    if (range->status >= 400) /* bodies of errors are read, to keep the connection */
         return after > MOST_ERROR_NBYTES ? 0 : nbytes;
     if (range->status != 206 || !lane->has_range || !lane->has_etag || after > range->nbytes)
         return 0;
@@ -152,7 +151,7 @@ static int open_lane(const HttpLoop *loop, Lane *lane)
            c->curl_easy_setopt(easy, CURL_HEADERFUNCTION, take_header) == 0;
 }
 
-/* Have a lane ready for a call. Fails where libcurl is too old to limit redirects. */
+/* Prepares a lane for a call. Fails if libcurl is too old to limit redirects to some protocols. */
 static int prepare_lane(const HttpLoop *loop, Lane *lane, const HttpCall *call, void *headers)
 {
     const Curl *c = loop->curl;
@@ -193,7 +192,7 @@ static void end_request(const HttpLoop *loop, Lane *lane, int is_complete)
     lane->range = NULL;
 }
 
-/* Go on with all requests, and return how many have ended. */
+/* Advances all requests, and returns how many have ended. */
 static int64_t proceed(HttpLoop *loop)
 {
     const Curl *c = loop->curl;
@@ -231,7 +230,7 @@ PUBLIC int64_t h5async_free_http(HttpLoop *loop)
     return 0;
 }
 
-/* Get all ranges of a call, each by one request, and return how many were not got. */
+/* Fetches all ranges of a call, with one request each, and returns how many are missing. */
 PUBLIC int64_t h5async_get_http(HttpLoop *loop, const HttpCall *call)
 {
     int64_t next = 0, under_way = 0, missing = call->num_ranges;
@@ -242,7 +241,7 @@ PUBLIC int64_t h5async_get_http(HttpLoop *loop, const HttpCall *call)
     lanes = lanes < call->num_ranges ? lanes : call->num_ranges;
     for (int64_t i = 0; i < lanes; i++)
         if (!prepare_lane(loop, &loop->lanes[i], call, headers))
-            lanes = 0; /* nothing is got */
+            lanes = 0; /* nothing is fetched */
     while (!__atomic_load_n(call->stop, __ATOMIC_RELAXED)) {
         for (int64_t i = 0; i < lanes && next < call->num_ranges && under_way < lanes; i++)
             if (loop->lanes[i].range == NULL)

@@ -1,10 +1,10 @@
-/* Decodes JPEGs by libjpeg, resizes the wanted part, and writes it to its place. What it cannot do, or
-   not without a warning of libjpeg, it refuses: Python then does that by other means.
+/* Decodes JPEGs with libjpeg, resizes the wanted part, and writes it to its place. Images that it cannot
+   decode, or not without a warning of libjpeg, are refused: Python decodes them by other means.
 
-   Rows are resized as they are decoded, by the arithmetic of OpenCV's linear interpolation of bytes:
-   weights have 11 bits, a sum along a row is cut to 15 bits, and that of two rows to 8. */
+   Rows are resized as they are decoded, with the arithmetic of OpenCV's linear interpolation of bytes:
+   weights have 11 bits, a sum along a row is reduced to 15 bits, and that of two rows to 8. */
 
-/* The beginning of libjpeg's structures (jpeglib.h), which all versions for 8 bits have in common. */
+/* The beginning of libjpeg's structures (jpeglib.h), which all versions for 8 bits share. */
 typedef struct {
     void (*error_exit)(void *);
     void (*emit_message)(void *, int);
@@ -34,17 +34,17 @@ typedef struct {
 
 enum { JPEG_RGB = 2, WEIGHT_BITS = 11, JPEG_CHANNELS = 3, JPEG_MARGIN = 2, LOAD_NBYTES = 16 };
 
-/* An image to be decoded, and the part of it that is wanted; Python makes these of numbers. */
+/* An image to decode, and the wanted part of it; Python fills these in, as arrays of numbers. */
 typedef struct {
     const uint8_t *data;
     int64_t nbytes, height, width, top, bottom, left, right;
     uint8_t *out; /* [out_height][out_width][JPEG_CHANNELS] */
     int64_t out_height, out_width, is_flipped;
-    int64_t denominator; /* 0: decode all of it; else the part, at 1 / this */
-    int64_t number;      /* Python's own */
+    int64_t denominator; /* 0: decode all of it; else only the part, scaled by 1 / this */
+    int64_t number;      /* for Python's use */
 } Picture;
 
-/* A result is made of two neighbours, the first of which may lie one before the first one. */
+/* The two neighbours of a result; the first, at `at`, may lie one before the first pixel or row. */
 typedef struct {
     int32_t at;
     int16_t weights[2];
@@ -60,7 +60,7 @@ static void jpeg_warned(void *jpeg, int level)
     ((Jpeg *)jpeg)->errors->has_warned |= level < 0;
 }
 
-/* Make a decompressor. libjpeg tells its version, and the size of its structure, if they differ. */
+/* Makes a decompressor. libjpeg's errors tell its version, and its structure's size, if they differ. */
 static int make_jpeg(const Libraries *l, Jpeg *jpeg, JpegErrors *errors)
 {
     volatile int32_t known[2] = {0}, count = 0;
@@ -76,8 +76,8 @@ static int make_jpeg(const Libraries *l, Jpeg *jpeg, JpegErrors *errors)
     return 1;
 }
 
-/* Find the neighbours of `count` results that divide [from, to) of an image at 1 / denominator, among
-   those of its part, which begins at from / denominator. */
+/* Finds the neighbours of `count` results that divide [from, to) of an image decoded at 1 / denominator,
+   as indices in the decoded part, which begins at from / denominator. */
 static void find_taps(Tap *taps, int64_t count, int64_t from, int64_t to, int64_t denominator)
 {
     double step = 1 / ((double)count / (double)(to - from)) / (double)denominator;
@@ -91,7 +91,7 @@ static void find_taps(Tap *taps, int64_t count, int64_t from, int64_t to, int64_
     }
 }
 
-/* Have columns outside the part count as those at its ends; `last` is its last one. */
+/* Clamps columns to the part, whose last one is `last`, and reverses them if they are flipped. */
 static void bound_taps(Tap *taps, int64_t count, int64_t last, int is_flipped)
 {
     for (int64_t i = 0; i < count; i++)
@@ -103,7 +103,7 @@ static void bound_taps(Tap *taps, int64_t count, int64_t last, int is_flipped)
     }
 }
 
-/* Both may be read, and written, LOAD_NBYTES further than pixels reach. */
+/* Up to LOAD_NBYTES beyond the pixels may be read from `row`, and written to `out`. */
 ALWAYS_INLINE void resize_row_inline(const uint8_t *row, const Tap *taps, int64_t count, int16_t *out)
 {
     for (int64_t i = 0; i < count; i++, out += JPEG_CHANNELS) {
@@ -152,7 +152,7 @@ static void read_row(const Libraries *l, Jpeg *jpeg, uint8_t *row)
         jpeg_failed(jpeg);
 }
 
-/* Read the rows of the part, which has `height`, and of which a row begins at `row + begin`. */
+/* Reads and resizes the `height` rows of the part, which begins at `row + begin` in a decoded row. */
 static void read_part(const Libraries *l, Jpeg *jpeg, const Picture *p, const Tap *rows,
                       const Tap *columns, int64_t height, uint8_t *row, int64_t begin, int16_t *sums)
 {
@@ -171,7 +171,7 @@ static void read_part(const Libraries *l, Jpeg *jpeg, const Picture *p, const Ta
     }
 }
 
-/* Decode a picture. Errors go to the caller's setjmp(); what `memory` has is freed there. */
+/* Decodes a picture. Errors jump to the caller's setjmp(); the caller frees `memory`. */
 static void decode_picture(const Libraries *l, Jpeg *jpeg, const Picture *p, void *volatile *memory)
 {
     int64_t denominator = p->denominator ? p->denominator : 1;
@@ -189,7 +189,7 @@ static void decode_picture(const Libraries *l, Jpeg *jpeg, const Picture *p, voi
     uint32_t begin = 0, decoded = jpeg->out_width;
     if (top + height > jpeg->out_height || left + width > decoded)
         jpeg_failed(jpeg);
-    if (p->denominator) { /* with a margin, as colours are interpolated between neighbours */
+    if (p->denominator) { /* with a margin, because colours are interpolated between neighbours */
         begin = (uint32_t)(left < JPEG_MARGIN ? 0 : left - JPEG_MARGIN);
         int64_t end = left + width + JPEG_MARGIN;
         decoded = (uint32_t)(end < decoded ? end : decoded) - begin;
@@ -210,7 +210,7 @@ static void decode_picture(const Libraries *l, Jpeg *jpeg, const Picture *p, voi
     if (!taps)
         jpeg_failed(jpeg);
     int16_t *sums = (int16_t *)(void *)(taps + count);
-    /* At an odd address: libjpeg writes aligned rows past the caches, out of which they are read. */
+    /* At an odd address: libjpeg writes aligned rows past the caches, but they are read at once. */
     uint8_t *row = (uint8_t *)sums + sums_nbytes + 1;
     find_taps(taps, p->out_height, p->top, p->bottom, denominator);
     find_taps(taps + p->out_height, p->out_width, p->left, p->right, denominator);
@@ -226,8 +226,8 @@ static void decode_picture(const Libraries *l, Jpeg *jpeg, const Picture *p, voi
     }
 }
 
-/* Decode `count` pictures; is_done[i] says which were not refused. Returns whether there is a libjpeg
-   for it. */
+/* Decodes `count` pictures; is_done[i] says which were not refused. Returns 0 if there is no suitable
+   libjpeg. */
 PUBLIC int64_t h5async_decode_jpegs(const Libraries *l, const Picture *pictures, uint8_t *is_done,
                                     int64_t count)
 {
@@ -239,7 +239,7 @@ PUBLIC int64_t h5async_decode_jpegs(const Libraries *l, const Picture *pictures,
     for (volatile int64_t i = 0; i < count; i++) {
         void *volatile memory = NULL;
         is_done[i] = 0;
-        if (!make_jpeg(l, &jpeg, &errors)) /* anew: one would go on with the tables of the last image */
+        if (!make_jpeg(l, &jpeg, &errors)) /* a new one: the old one would use the last image's tables */
             continue;
         if (!setjmp(errors.failed)) {
             decode_picture(l, &jpeg, &pictures[i], &memory);

@@ -1,9 +1,9 @@
-/* Copies pieces (runs of bytes) of a file into memory: out of the map, or by reads. */
+/* Copies pieces (runs of bytes) of a file into memory: from the map, or by reads. */
 
 typedef struct {
-    const int64_t *offset;   /* below 0: not in the file, but filled */
+    const int64_t *offset;   /* negative: not in the file, but filled */
     const int64_t *nbytes;   /* NULL: `unit` each */
-    const int64_t *position; /* where they go, in units; NULL: in order */
+    const int64_t *position; /* where they go, in units; NULL: one after the other */
     int64_t count, unit;
     uint8_t *base;
     const uint8_t *fill;
@@ -37,7 +37,7 @@ enum { FEW_NBYTES = 512, LINES_AHEAD = 128, LEAST_AHEAD = 8, MOST_AHEAD = 64 };
 enum { EARLY_NBYTES = 32 * 1024, AHEAD_NBYTES = 4096, STEP_NBYTES = 256 };
 enum { TWO_PAGES = 8 * 1024, FIRST_NBYTES = 1024, SAFE_NBYTES = 2048 };
 
-/* Copy so few bytes that a call costs more than they do: two moves may overlap. */
+/* Copies a few bytes, at less than the cost of a call. The last two moves may overlap. */
 ALWAYS_INLINE void copy_few(uint8_t *to, const uint8_t *from, int64_t nbytes)
 {
     if (nbytes >= 16) {
@@ -56,14 +56,14 @@ ALWAYS_INLINE void copy_few(uint8_t *to, const uint8_t *from, int64_t nbytes)
     }
 }
 
-/* How many rows to fetch ahead of the one that is copied: so many lines are on their way at a time. */
+/* Number of rows to prefetch ahead of the one being copied, to have LINES_AHEAD cache lines in flight. */
 ALWAYS_INLINE int64_t rows_ahead(int64_t nbytes)
 {
     int64_t ahead = LINES_AHEAD / (nbytes / 64 + 1);
     return ahead < LEAST_AHEAD ? LEAST_AHEAD : ahead > MOST_AHEAD ? MOST_AHEAD : ahead;
 }
 
-/* Into the second cache: more lines may be on their way there than to the first one. */
+/* Prefetches into the L2 cache, for which more lines may be in flight than for L1. */
 ALWAYS_INLINE void fetch(const uint8_t *from, int64_t nbytes)
 {
     for (int64_t at = 0; at < nbytes; at += 64)
@@ -71,7 +71,7 @@ ALWAYS_INLINE void fetch(const uint8_t *from, int64_t nbytes)
     __builtin_prefetch(from + nbytes - 1, 0, 2);
 }
 
-/* Pieces of a few bytes each: many are on their way from memory at a time. */
+/* Copies pieces of a few bytes each, with many of them in flight from memory at a time. */
 ALWAYS_INLINE int64_t copy_small(File *file, const Worker *w, const Pieces *p, int64_t available,
                                  int64_t nbytes)
 {
@@ -93,16 +93,16 @@ ALWAYS_INLINE int64_t copy_small(File *file, const Worker *w, const Pieces *p, i
     return p->count;
 }
 
-/* Fetch what is copied soon into the second cache. By itself the processor begins anew in each piece,
-   and at the end of each page. */
+/* Prefetches what will be copied soon into the L2 cache. The hardware prefetcher alone starts over in each
+   piece, and at each page boundary. */
 ALWAYS_INLINE void fetch_early(const uint8_t *from, int64_t nbytes)
 {
     for (int64_t at = 0; at < nbytes && at < EARLY_NBYTES; at += 64)
         __builtin_prefetch(from + at, 0, 2);
 }
 
-/* Copy as memcpy, which from 8 kB on may leave it to one instruction. With that, some processors of AMD
-   take four times as long where, within a page, the target lies less than a line behind the source. */
+/* Copies as memcpy does, which from 8 kB on may use one instruction. With that, some AMD processors take
+   four times as long if, modulo the page size, the target lies less than a line after the source. */
 ALWAYS_INLINE void copy_long(uint8_t *to, const uint8_t *from, int64_t nbytes)
 {
     const uintptr_t behind = ((uintptr_t)to - (uintptr_t)from) % 4096;
@@ -113,9 +113,9 @@ ALWAYS_INLINE void copy_long(uint8_t *to, const uint8_t *from, int64_t nbytes)
     memcpy(to, from, (size_t)nbytes);
 }
 
-/* Copy a piece, and meanwhile fetch one that is copied soon: so the processor waits for neither. A piece
-   of two pages or less is copied at once, and only the first lines of the next one are fetched: to step,
-   or to ask for all its lines, takes longer than it saves. */
+/* Copies a piece while prefetching one that is copied soon, so that the processor waits for neither. A
+   piece of at most two pages is copied at once, and only the first lines of the next one are prefetched:
+   working in steps, or requesting all its lines, takes longer than it saves. */
 ALWAYS_INLINE void copy_and_fetch(uint8_t *to, const uint8_t *from, int64_t nbytes, const uint8_t *soon,
                                   int64_t soon_nbytes)
 {
@@ -135,7 +135,7 @@ static int64_t copy_pieces(File *file, const Worker *w, const Pieces *p, int64_t
 {
     if (p->nbytes == NULL && p->position != NULL && p->unit <= FEW_NBYTES)
         return copy_small(file, w, p, available, p->unit);
-    int64_t ahead = 0, fetched = 0; /* bytes from piece i on; pieces */
+    int64_t ahead = 0, fetched = 0; /* bytes prefetched from piece i on; pieces prefetched */
     for (int64_t i = 0; i < p->count; i++) {
         int64_t offset = p->offset[i], nbytes = nbytes_of_piece(p, i), soon = -1, soon_nbytes = 0;
         for (; fetched < p->count && (fetched <= i || ahead - nbytes < AHEAD_NBYTES); fetched++) {
@@ -159,7 +159,7 @@ static int64_t copy_pieces(File *file, const Worker *w, const Pieces *p, int64_t
     return p->count;
 }
 
-/* The end of the pieces from `begin` on that follow each other in the file. */
+/* The end of the pieces from `begin` on that are adjacent in the file. */
 static int64_t end_of_run(const Pieces *p, int64_t begin)
 {
     int64_t end = begin + 1;
@@ -170,7 +170,7 @@ static int64_t end_of_run(const Pieces *p, int64_t begin)
     return end;
 }
 
-/* The bytes of a run, which lies in the file, so that this does not overflow. */
+/* The bytes of a run; this does not overflow, because it lies in the file. */
 static int64_t nbytes_of_run(const Pieces *p, int64_t begin, int64_t end)
 {
     return p->offset[end - 1] - p->offset[begin] + nbytes_of_piece(p, end - 1);
@@ -208,8 +208,8 @@ static int read_run_slowly(File *file, const Worker *w, const Pieces *p, int64_t
     return 1;
 }
 
-/* Read run by run; returns how many were read before the first that cannot be. `is_late`, or NULL:
-   those that are read; or, where a read does `not_wait`, those that were only asked for, as noted here. */
+/* Reads run by run; returns the number of pieces before the first that cannot be read. `is_late`: the runs
+   to read, NULL: all; or with `not_wait`, set for runs that would block, and are only requested. */
 static int64_t read_runs(File *file, const Worker *w, const Pieces *p, uint8_t *is_late, int not_wait)
 {
     for (int64_t i = 0, end; i < p->count; i = end) {
@@ -233,8 +233,8 @@ static int64_t read_runs(File *file, const Worker *w, const Pieces *p, uint8_t *
     return p->count;
 }
 
-/* Reads what the page cache holds at once, and asks the system for all the rest before the first
-   read that waits: so as many reads are in flight as the disk takes. */
+/* Reads at once what the page cache holds, and requests all the rest from the system before the first read
+   that blocks, so that as many reads are in flight as the disk takes. */
 static int64_t pread_pieces(File *file, const Worker *w, const Pieces *p)
 {
 #ifdef RWF_NOWAIT

@@ -4,15 +4,15 @@ typedef struct {
     int64_t extent, from_stride, to_stride;
 } Dim;
 
-/* A piece of a sample, for every sample of a chunk: `unit` bytes in one piece, repeated along
-   `rank` dimensions, the last one fastest. */
+/* The piece that a chunk holds of each sample: `unit` contiguous bytes, repeated along `rank` dimensions,
+   the last one varying fastest. */
 typedef struct {
     Dim dims[MAX_RANK];
-    int64_t rank, unit, begin, from; /* begin: in a row; from: in a chunk */
+    int64_t rank, unit, begin, from; /* begin: offset in a row; from: in a chunk */
     int64_t cross;
 } Piece;
 
-/* Add a dimension to a piece, behind those that it has; `unit` is what it repeats. */
+/* Appends a dimension inside those of a piece, or joins it to the last one if they are contiguous. */
 static void add_dim(Piece *piece, Dim dim)
 {
     Dim *outer = piece->rank ? &piece->dims[piece->rank - 1] : NULL;
@@ -25,7 +25,7 @@ static void add_dim(Piece *piece, Dim dim)
         piece->dims[piece->rank++] = dim;
 }
 
-/* Make elements that follow each other one unit, after the last dimension was added. */
+/* Joins contiguous elements into one unit, after the last dimension was added. */
 static void join_elements(Piece *piece)
 {
     const Dim inner = piece->rank ? piece->dims[piece->rank - 1] : (Dim){1, 0, 0};
@@ -57,8 +57,8 @@ static int piece_of(const Dataset *d, int64_t cross, Piece *piece)
     return from_end <= d->chunk_nbytes && to_end <= d->row_nbytes && piece->begin >= 0 && piece->from >= 0;
 }
 
-/* How many elements of a part, which are `step` apart, lie before an element of its row, counted from
-   where it begins. */
+/* Number of elements of a part, `size` elements `step` apart, that lie before the element of its row that
+   is `behind` elements after where the part begins. */
 ALWAYS_INLINE int64_t elements_before(int64_t behind, int64_t step, int64_t size)
 {
     if (behind <= 0)
@@ -67,8 +67,8 @@ ALWAYS_INLINE int64_t elements_before(int64_t behind, int64_t step, int64_t size
     return count < size ? count : size;
 }
 
-/* The piece of the row at a position in the batch: the same of each; or, where parts of rows are
-   delivered, what lies in that of this row, in `piece`; NULL: nothing does. */
+/* The piece of the row at a position in the batch: `whole`, which is the same for all rows; or, if parts
+   of rows are delivered, its overlap with the part of this row, put into `piece`; NULL: there is none. */
 static const Piece *piece_at(const Dataset *d, const Piece *whole, int64_t position, Piece *piece)
 {
     const Crop *crop = d->crop;
@@ -145,7 +145,7 @@ TRANSPOSE(4, 4, _mm_unpacklo_epi32, _mm_unpackhi_epi32)
 TRANSPOSE(8, 2, _mm_unpacklo_epi64, _mm_unpackhi_epi64)
 #endif
 
-/* Copies neighbouring samples, element by element, in squares; returns how many samples it did. */
+/* Copies neighbouring samples, element by element, in squares; returns how many samples it copied. */
 static int64_t copy_squares(const uint8_t *from, int64_t from_stride, int64_t samples, uint8_t *to,
                             int64_t to_stride, int64_t count, int64_t unit)
 {
@@ -191,7 +191,7 @@ static int runs_lie_within(const Runs *runs, int64_t samples)
     return 1;
 }
 
-/* A place in a piece, by its outer dimensions: at first that of its first element. */
+/* A place in a piece, by its outer dimensions; initially that of the first element. */
 typedef struct {
     int64_t from, to, index[MAX_RANK];
 } Place;
@@ -201,7 +201,7 @@ static Place first_place(const Piece *p)
     return (Place){.to = p->begin};
 }
 
-/* Go on to the next place along the first `rank` dimensions; 0: there is none. */
+/* Advances to the next place along the first `rank` dimensions; 0: there is none. */
 static int go_on(const Piece *p, int64_t rank, Place *at)
 {
     for (int64_t a = rank - 1; a >= 0; a--) {
@@ -225,7 +225,6 @@ static void place_sample(const Piece *p, const uint8_t *from, uint8_t *to)
     while (go_on(p, p->rank - 2, &at));
 }
 
-/* The bytes of a piece, of one sample. */
 static int64_t piece_nbytes(const Piece *p)
 {
     int64_t nbytes = p->unit;
@@ -234,14 +233,14 @@ static int64_t piece_nbytes(const Piece *p)
     return nbytes;
 }
 
-/* The bytes from the first element along the last dimension of a piece to the last one. */
+/* Bytes from the first element along the last dimension of a piece to the end of the last one. */
 static int64_t line_nbytes(const Piece *p)
 {
     return p->rank ? (p->dims[p->rank - 1].extent - 1) * p->dims[p->rank - 1].from_stride + p->unit
                    : p->unit;
 }
 
-/* Copies one element and its neighbours of all samples, tile by tile: a tile stays in the cache. */
+/* Copies a few elements of all samples, then the next ones, tile by tile: a tile stays in the cache. */
 static void place_strided(const Dataset *d, const Piece *p, const Runs *runs, const uint8_t *chunk,
                           uint8_t *batch)
 {
@@ -287,7 +286,7 @@ static void place_rows(int64_t row_nbytes, const Runs *runs, const uint8_t *chun
     }
 }
 
-/* Copies what lies in the part of its row of each sample. */
+/* Copies the overlap of the piece with each row's part. */
 static void place_parts(const Dataset *d, const Piece *whole, const Runs *runs,
                         const uint8_t *chunk, uint8_t *batch)
 {

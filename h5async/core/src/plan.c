@@ -1,7 +1,6 @@
-/* Sample numbers enter; the plan of a batch leaves: items that do not depend on each other, sorted
-   by source. */
+/* Sample numbers enter; the plan of a batch leaves: independent items, sorted by source. */
 
-/* Some fields with one layer each, whose segments begin at the same samples; or one layer of a field. */
+/* Fields of one layer each, whose segments begin at the same samples; or one layer of a field. */
 typedef struct {
     const Field *fields;
     const Target *targets;
@@ -29,7 +28,7 @@ static int plan_segment(BatchPlan *plan, const Field *f, int32_t field, int32_t 
     return plan_chunks(plan, f, field, layer, segment, ranks);
 }
 
-/* Segment by segment: so items of several fields, too, come in the order of their sources. */
+/* Plans segment by segment, so that items of several fields come in the order of their sources, too. */
 static int plan_alike(BatchPlan *plan, const Alike *alike)
 {
     const Layer *l = &alike->fields[alike->begin].layers[alike->layer];
@@ -68,7 +67,7 @@ static int32_t end_of_alike(const Field *fields, int32_t begin, int64_t num_fiel
     return end;
 }
 
-/* Put the items in the order of their sources; those of one source stay as they are. */
+/* Sorts the items by source, stably. */
 static int sort_items(BatchPlan *plan)
 {
     int64_t count = plan->num_items, most = -1;
@@ -85,7 +84,7 @@ static int sort_items(BatchPlan *plan)
     for (int64_t i = 0; i < count; i++)
         plan->order[i] = (Wanted){plan->items[i].source, (int32_t)i, 0};
     Wanted *order = sort_wanted(plan->order, plan->order_spare, count, -1, most + 1);
-    for (int64_t i = 0; i < count; i++) { /* each cycle of places: an item goes where it belongs */
+    for (int64_t i = 0; i < count; i++) { /* in place, cycle by cycle */
         if (order[i].position < 0)
             continue;
         Item first = plan->items[i];
@@ -100,7 +99,7 @@ static int sort_items(BatchPlan *plan)
     return 1;
 }
 
-/* Whether samples need be sorted to find where they lie. */
+/* Whether samples have to be sorted to find where they lie. */
 static int needs_order(const Field *fields, const Target *targets, int64_t num_fields)
 {
     for (int64_t i = 0; i < num_fields; i++) {
@@ -133,7 +132,7 @@ static int plan_group(BatchPlan *plan, const Field *fields, const Target *target
     return 1;
 }
 
-/* Whether a field is wanted, and is the first one of its group. */
+/* Whether a field is wanted, and is the first wanted one of its group. */
 static int begins_group(const Field *fields, const Target *targets, int32_t field)
 {
     for (int32_t before = field - 1; before >= 0; before--)
@@ -142,7 +141,7 @@ static int begins_group(const Field *fields, const Target *targets, int32_t fiel
     return targets[field].is_wanted != 0;
 }
 
-/* Samples in whose place a field has zeros. */
+/* Plans the rows of a field that are filled with zeros (PAD_ZERO). */
 static int plan_zeros(BatchPlan *plan, const Field *f, int32_t field, const int64_t *samples,
                       int64_t count)
 {
@@ -173,8 +172,8 @@ static int plan_zeros(BatchPlan *plan, const Field *f, int32_t field, const int6
     return 1;
 }
 
-/* Plan a batch of at most `rows` samples; 0: there is no memory for it; -1: there are more samples,
-   or one that no field has. `parts`: threads that may work on it. `draw`: see draw_places. */
+/* Plans a batch of at most `rows` samples. Returns 1; 0: there is no memory; -1: there are more samples,
+   or a number is out of range. `parts`: threads that may work on it. `draw`: see draw_places. */
 PUBLIC int64_t h5async_plan_batch(BatchPlan *plan, const Field *fields, const Target *targets,
                                   int64_t num_fields, const int64_t *samples, int64_t count,
                                   int64_t rows, int64_t num_samples, int64_t parts,

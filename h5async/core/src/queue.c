@@ -1,15 +1,15 @@
-/* Batches wait here to be read, and threads wait for batches.
+/* The queue of batches to be read, on which threads wait for work, and the consumer for batches.
 
-   A thread that comes for work plans the oldest batch, or reads a range of its plan, and goes back to
-   Python only with what Python has to do: a ticket, or a batch of which something is left.
+   A thread plans the oldest batch with open work, or reads a range of its plan. It returns to Python
+   only with work for Python: a ticket, or a batch of which something is left.
 
-   Who waits for the consumer's event is woken by a count of all events: whoever looks at the count
-   first, then for what it waits for, and then waits for another count, misses none.
+   Events that the consumer may wait for are counted. It reads the count, checks its condition, and then
+   waits for a different count; so it misses no event.
 
-   To put a thread to sleep and wake it takes longer than to read a small batch. So where the next one
-   is due soon, one thread without work looks for it in a loop for a moment; so does the consumer that
-   helps, for what others are about to finish. No more threads are woken than there are cores for, unless
-   they wait for storage. */
+   Putting a thread to sleep and waking it takes longer than reading a small batch. So if the next batch
+   is expected soon, one idle thread spins briefly; so does a consumer that helps, for batches that
+   others are about to finish. No more threads are woken than there are cores, unless they wait for
+   storage. */
 
 #if defined(__linux__)
 #include <linux/futex.h>
@@ -17,100 +17,99 @@
 #endif
 
 enum { SPIN_NS = 200000, QUICK_NS = 100000, LONG_GAP_NS = 1000000 };
-/* The consumer itself fills batches that take no longer than to wake a thread. While it waits for one
-   that takes little longer, it helps the threads: to look for its end in a loop would keep a core from
-   them, and to sleep would take as long. It goes on with that while batches take three times as long, so
-   that one slow batch does not end it: changing to and fro leaves cores idle. */
+/* The consumer fills a batch itself if that takes no longer than waking a thread. While it waits for a
+   slightly slower batch, it helps the threads: spinning would keep a core from them, and sleeping would
+   take as long. It keeps helping until batches take three times as long, so that one slow batch does not
+   end it: switching back and forth leaves cores idle. */
 enum { CHEAP_NS = 25000, HELPED_NS = 300000, STILL_HELPED_NS = 900000, MOST_FILL_NS = 1000000 };
-/* What is left of a batch is cut into ranges for all who may read; the last ones are the smallest. */
+/* The rest of a batch is cut into ranges for all who may read; the last ones are the smallest. */
 enum { RANGES_EACH = 2, LEAST_RANGE_NBYTES = 128 * 1024 };
-enum { WOKEN_NBYTES = 256 * 1024 /* some 25 us: worth waking a thread for */ };
-/* IN_PLAN: or with another process. */
+enum { WOKEN_NBYTES = 256 * 1024 /* about 25 us: worth waking a thread for */ };
+/* IN_PLAN: being planned, or with another process. */
 enum JobState { NO_JOB = 0, TO_PLAN, IN_PLAN, TO_READ, WITH_PYTHON, READY_JOB, TO_KEEP };
-/* What is to be done next, if not a batch of which work is left: then it is its slot. */
+/* The result of `advance` and h5async_next, if not the slot of a batch of which work is left. */
 enum Next { NEXT_END = -1, NEXT_TICKET = -2, NEXT_NOTHING = -3, NEXT_READY = -4 };
 
-/* To what positions are mapped: to those that they are permuted to; where `a` is 0, to those that a
-   Window, whose address is `b`, has there, or, with 0, to what is drawn there; where all is 0, to
-   themselves. */
+/* What positions are mapped to: a permutation of them; if `a` is 0, the samples there of the Window at
+   address `b` or, if `b` is 0, too, draws from the alias table; if `count` is 0, to themselves. */
 typedef struct {
     uint64_t count, a, b, keys[ROUNDS];
 } Mapping;
 
-/* What was submitted. */
+/* A submitted batch. */
 typedef struct {
-    int64_t *samples; /* of the job: room for sample numbers */
+    int64_t *samples; /* the job's room for sample numbers */
     int64_t count, serial;
-    int64_t begin; /* a run of positions, from here on, that is mapped to samples; -1: they are there */
+    int64_t begin; /* the first of `count` positions, mapped to samples; -1: `samples` are known */
     Mapping mapping;
     uint64_t draw[2]; /* see draw_places */
     int32_t needs_python;
 } Wish;
 
-/* The batch of a slot, and the one that is to follow when it ends, where nobody wants it any more.
-   Python sets the first four members. */
+/* The batch of a slot; and, if it was dropped while being worked on, the one that follows once that has
+   ended. Python sets the first four members. */
 typedef struct {
     BatchPlan *plan;
     Target *targets; /* where rows go */
     int64_t *samples;      /* room for the numbers of two batches, of `rows` each, and for the places
-                              where its samples are kept, or to be kept */
+                              where this batch's samples are kept, or will be */
     int64_t rows, next_item, under_way, refused, left_nbytes; /* TO_KEEP: next_item is a sample */
     Wish wish, following;
-    int64_t begun_ns, work_ns; /* when it was begun; so far */
+    int64_t begun_ns, work_ns; /* work_ns: time spent on it so far */
     int32_t state, is_planned, is_dropped, is_own; /* is_own: the consumer will fill it */
-    int32_t is_kept;    /* it was planned to be read of memory */
-    int64_t generation; /* of what is kept, then */
+    int32_t is_kept;    /* it was planned to be read from samples kept in memory */
+    int64_t generation; /* of what was kept then */
 } Job;
 
 typedef struct {
-    /* Set by Python, and kept: */
+    /* Set by Python, which keeps them alive: */
     const Field *fields;
     Sources *sources;
-    Job *jobs; /* by slot */
+    Job *jobs; /* [num_jobs], by slot */
     int64_t num_fields, num_samples, num_jobs, num_threads;
-    const int64_t *selected; /* the sample of each position of runs, after these are permuted; NULL:
-                                start + step * position */
+    const int64_t *selected; /* the sample of each position, after mapping; NULL: start + step *
+                                position */
     int64_t start, step;
-    const Column *table; /* an alias table, of which samples are drawn */
+    const Column *table; /* an alias table, from which samples are drawn */
     int64_t num_columns, num_cores, is_remote; /* is_remote: other processes fill the batches */
-    KeptSamples *kept; /* NULL: none are */
+    KeptSamples *kept; /* NULL: none */
     const Uploads *uploads; /* NULL: batches stay on the host, or Python uploads them */
-    int64_t reads_files; /* else Python plans what is read of them */
+    int64_t reads_files; /* 0: Python plans what is read from them */
     /* The core's: */
     pthread_mutex_t lock;
     pthread_cond_t work;
     int64_t tickets, num_idle, num_visits, submitted_ns; /* num_visits: of threads that came */
-    int64_t gap_ns;        /* between batches that are submitted, smoothed */
-    int64_t idle_since_ns; /* since when a thread has waited for the next one; 0: none has */
-    int64_t idle_ns;       /* for how long that was, smoothed */
-    int64_t fill_ns; /* that a batch takes, smoothed */
+    int64_t gap_ns;        /* between submissions, smoothed */
+    int64_t idle_since_ns; /* since when a thread has waited for the next batch; 0: none has */
+    int64_t idle_ns;       /* how long it did, smoothed */
+    int64_t fill_ns; /* to fill a batch, smoothed */
     int32_t is_ended, is_helped; /* is_helped: by the consumer */
-    int32_t is_cold; /* the last range that was read was not all in the page cache */
-    int32_t spinners; /* threads that look for batches in a loop: 0 or 1 */
-    int64_t awaited; /* the batch whose slot the consumer found not to be writable yet; -1: none */
-    int64_t num_here; /* threads that are not in Python */
-    _Atomic int32_t consumers; /* that wait */
-    _Atomic uint32_t events, offers; /* offers: batches that were submitted, and whatever else wakes */
+    int32_t is_cold; /* the last range read was not entirely in the page cache */
+    int32_t spinners; /* threads that spin for batches: 0 or 1 */
+    int64_t awaited; /* the batch whose slot was not yet writable for the consumer; -1: none */
+    int64_t num_here; /* threads in h5async_next */
+    _Atomic int32_t consumers; /* which wait */
+    _Atomic uint32_t events, offers; /* offers: counts submissions, and whatever else wakes threads */
     /* Set by Python: */
-    Worker *const *workers;          /* of which all count; see link_worker */
-    int64_t num_inside, num_changes; /* threads that may do what Python counts; how often these changed */
+    Worker *const *workers;          /* a list of all that count; see h5async_link_worker */
+    int64_t num_inside, num_changes; /* threads that may do work counted by Python; its changes */
 } Queue;
 
-/* Loop until a count is not `seen` any more, but for a moment only. */
+/* Spins until a count is no longer `seen`, but only briefly. */
 static void spin(const _Atomic uint32_t *count, uint32_t seen)
 {
     for (int64_t end = now_ns() + SPIN_NS; atomic_load(count) == seen && now_ns() < end;)
-        sched_yield(); /* who is waited for may be on this core */
+        sched_yield(); /* the awaited thread may need this core */
 }
 
-/* Add a worker to a list of which the owner keeps all as long as any call. With the GIL. */
+/* Adds a worker to a list. The owner keeps all workers alive as long as any call. Needs the GIL. */
 PUBLIC int64_t h5async_link_worker(Worker **newest, Worker *w)
 {
     w->older = *newest, *newest = w;
     return 1;
 }
 
-/* Sum up what the workers of a list have done. With the GIL. */
+/* Sums the totals of all workers of a list. Needs the GIL. */
 PUBLIC int64_t h5async_sum_done(Worker *const *newest, Done *sum)
 {
     *sum = (Done){0};
@@ -120,7 +119,7 @@ PUBLIC int64_t h5async_sum_done(Worker *const *newest, Done *sum)
     return 1;
 }
 
-/* How often threads came and went that do what Python counts; -1: one may be at it. */
+/* How often threads that do work counted by Python came and went; -1 if one may be doing it now. */
 static int64_t changes_in_python(Queue *queue)
 {
     pthread_mutex_lock(&queue->lock);
@@ -140,7 +139,7 @@ PUBLIC int64_t h5async_open_queue(Queue *queue)
     return init_short_lock(&queue->lock) == 0 && pthread_cond_init(&queue->work, NULL) == 0;
 }
 
-/* Something has happened that the consumer may wait for. */
+/* Signals an event that the consumer may be waiting for. */
 PUBLIC int64_t h5async_wake(Queue *queue)
 {
     atomic_fetch_add(&queue->events, 1);
@@ -156,8 +155,8 @@ PUBLIC int64_t h5async_events(Queue *queue)
     return (int64_t)atomic_load(&queue->events);
 }
 
-/* Look for another count of events than `seen` for a moment, where batches come quickly, or the consumer
-   helps. Not a part of h5async_wait: a signal that came meanwhile would not end that. */
+/* Spins briefly for another event count than `seen`, if batches come quickly, or the consumer helps.
+   Separate from h5async_wait: a signal during the spin would not end the wait. */
 PUBLIC int64_t h5async_spin(Queue *queue, int64_t seen)
 {
     pthread_mutex_lock(&queue->lock);
@@ -168,8 +167,8 @@ PUBLIC int64_t h5async_spin(Queue *queue, int64_t seen)
     return atomic_load(&queue->events) != (uint32_t)seen;
 }
 
-/* Wait until the count of events is not `seen` any more, at most so many nanoseconds (below 0:
-   without end), or until a signal comes. */
+/* Waits until the event count is no longer `seen`, a signal arrives, or `timeout_ns` are over (negative:
+   no timeout). */
 PUBLIC int64_t h5async_wait(Queue *queue, int64_t seen, int64_t timeout_ns)
 {
     atomic_fetch_add(&queue->consumers, 1);
@@ -178,7 +177,7 @@ PUBLIC int64_t h5async_wait(Queue *queue, int64_t seen, int64_t timeout_ns)
     syscall(SYS_futex, &queue->events, FUTEX_WAIT_PRIVATE, (uint32_t)seen,
             timeout_ns < 0 ? NULL : &timeout, NULL, 0);
 #else
-    struct timespec moment = {.tv_nsec = 100000}; /* these systems have nothing that signals end */
+    struct timespec moment = {.tv_nsec = 100000}; /* no wait here is ended by signals */
     for (int64_t end = now_ns() + (timeout_ns < 0 ? 100000000 : timeout_ns);
          atomic_load(&queue->events) == (uint32_t)seen && now_ns() < end;)
         if (nanosleep(&moment, NULL) != 0)
@@ -193,21 +192,21 @@ static int64_t smoothed(int64_t before, int64_t now)
     return (3 * before + (now > LONG_GAP_NS ? LONG_GAP_NS : now)) / 4;
 }
 
-/* How many threads and the consumer are at work, and so keep cores. Holds the lock. */
+/* Number of busy threads, and the consumer if it helps: each keeps a core. Called with the lock held. */
 static int64_t num_busy(const Queue *queue)
 {
     return queue->num_here - queue->num_idle - queue->spinners + queue->is_helped;
 }
 
-/* How many of them may be. Who waits for storage keeps no core. */
+/* Maximum of num_busy. Threads that wait for storage keep no core. */
 static int64_t most_busy(const Queue *queue)
 {
     return queue->is_cold ? INT64_MAX : queue->num_cores;
 }
 
-/* Have threads look for work. Returns whether a sleeping one is to be woken, outside of the lock, which
-   it needs at once: where all sleep, as the consumer may leave work to them, or there is a core for one
-   more. Holds the lock. */
+/* Has threads look for work. Returns whether the caller has to wake a sleeping one, after releasing the
+   lock, which that needs at once: if all are asleep (the consumer may leave work to them), or a core is
+   free for one more. Called with the lock held. */
 static int offer(Queue *queue)
 {
     int all_sleep = queue->num_here == queue->num_idle;
@@ -215,9 +214,9 @@ static int offer(Queue *queue)
     return queue->num_idle && !queue->spinners && (all_sleep || num_busy(queue) < most_busy(queue));
 }
 
-/* Note that a batch was submitted, and tell whether a thread is to be woken for it. Where batches come
-   quickly, one thread keeps up with them, and comes for the next one by itself. Not for one that the
-   consumer will fill. Holds the lock. */
+/* Records a submission, and returns whether to wake a thread for it: not for a batch that the consumer
+   will fill, nor if batches come quickly and a thread is awake, which keeps up with them and comes for
+   the next one by itself. Called with the lock held. */
 static int is_to_be_woken(Queue *queue, int is_own)
 {
     int64_t now = now_ns();
@@ -229,10 +228,10 @@ static int is_to_be_woken(Queue *queue, int is_own)
     return !is_own && offer(queue) && !(is_quick && queue->num_here > queue->num_idle);
 }
 
-/* Submit a batch, or do nothing where it was submitted before, but that threads may fill it, unless it
-   `is_own`, of a consumer that helps, and cheap. `samples` are its numbers, which are copied; or NULL.
-   Returns 0 where the slot has another batch that is not ready, and was not dropped; 2 where it waits
-   for the end of one that was, which may still use its mapping. */
+/* Submits a batch. If it was submitted before, does nothing, except to let threads fill it unless
+   `is_own`: by a consumer that helps, which fills it if it is cheap. `samples` are its numbers, which are
+   copied; or NULL. Returns 0 if the slot has another batch that is neither ready nor dropped; 2 if the
+   batch has to wait for the end of a dropped one, which may still use its mapping; else 1. */
 static int submit_wish(Queue *queue, int64_t slot, Wish *wish, const int64_t *samples, int is_own)
 {
     int is_good = 1, wakes = 0;
@@ -244,7 +243,7 @@ static int submit_wish(Queue *queue, int64_t slot, Wish *wish, const int64_t *sa
         wakes = job->is_own && !is_own && is_to_be_woken(queue, 0);
         job->is_own &= is_own;
     } else if (job->following.serial != wish->serial && !queue->is_ended) {
-        /* Of a batch that was dropped, a thread may still use the numbers. */
+        /* A thread may still use the numbers of a dropped batch. */
         int is_second = job->is_dropped && job->wish.samples == job->samples;
         wish->samples = job->samples + (is_second ? job->rows : 0);
         is_good = wish->count <= job->rows &&
@@ -263,14 +262,14 @@ static int submit_wish(Queue *queue, int64_t slot, Wish *wish, const int64_t *sa
     }
     is_good += is_good && job->is_dropped;
     pthread_mutex_unlock(&queue->lock);
-    if (wakes) /* out of the lock, which the thread needs at once */
+    if (wakes) /* after unlocking: the thread needs the lock at once */
         pthread_cond_signal(&queue->work);
     return is_good;
 }
 
-/* Submit a batch, whose numbers are `samples`; NULL: they are those of `count` positions from `begin`
-   on, or, with a `mapping` (else NULL), of what these are mapped to. `draw`: see draw_places. `is_own`:
-   the consumer will call fill_own_job. */
+/* Submits a batch of the samples with the numbers `samples`; NULL: those at `count` positions from
+   `begin` on, which are first mapped by `mapping`, unless that is NULL. `draw`: see draw_places.
+   `is_own`: the consumer will call fill_own_job. */
 PUBLIC int64_t h5async_submit(Queue *queue, const int64_t *samples, const Mapping *mapping,
                               const uint64_t *draw, int64_t begin, int64_t count, int64_t slot,
                               int64_t serial, int32_t needs_python, int32_t is_own)
@@ -283,7 +282,7 @@ PUBLIC int64_t h5async_submit(Queue *queue, const int64_t *samples, const Mappin
     return submit_wish(queue, slot, &wish, samples, is_own);
 }
 
-/* Whether a batch that was dropped may still use its mapping. */
+/* Whether a dropped batch may still use its mapping. */
 PUBLIC int64_t h5async_is_dropping(Queue *queue)
 {
     int found = 0;
@@ -294,7 +293,7 @@ PUBLIC int64_t h5async_is_dropping(Queue *queue)
     return found;
 }
 
-/* The serial of the batch of a slot that is the queue's. */
+/* The serial of the batch that the queue has for a slot. */
 PUBLIC int64_t h5async_serial_at(Queue *queue, int64_t slot)
 {
     pthread_mutex_lock(&queue->lock);
@@ -303,7 +302,7 @@ PUBLIC int64_t h5async_serial_at(Queue *queue, int64_t slot)
     return serial;
 }
 
-/* The end of what a batch consists of while threads take ranges of it: items, or samples to be kept. */
+/* The end of the numbers from which threads take ranges: items to read, or samples to keep. */
 static int64_t end_of_ranges(const Job *job)
 {
     return job->state == TO_READ   ? job->plan->num_items
@@ -320,8 +319,8 @@ static void end_job(Job *job)
     }
 }
 
-/* Say that nobody wants a batch any more. Returns whether another one may be submitted for its slot:
-   it waits until what is under way has ended. Not where Python is at work on the batch. */
+/* Drops a batch that nobody wants any more. Returns whether another one may be submitted for its slot,
+   which then waits until work under way has ended: not if Python is working on the batch. */
 PUBLIC int64_t h5async_drop(Queue *queue, int64_t slot, int64_t serial)
 {
     pthread_mutex_lock(&queue->lock);
@@ -339,8 +338,8 @@ PUBLIC int64_t h5async_drop(Queue *queue, int64_t slot, int64_t serial)
     return is_free;
 }
 
-/* Where the numbers of a slot's batch are, counted in its room for them: of a batch that Python is at
-   work on, with a `serial` below 0; else -1, unless that batch is ready, and nothing of it was left. */
+/* Where the numbers of a slot's batch begin in the job's `samples`. With a negative `serial`: of the
+   batch that Python works on; else -1, unless that batch is ready and nothing was left to Python. */
 PUBLIC int64_t h5async_samples_at(Queue *queue, int64_t slot, int64_t serial)
 {
     pthread_mutex_lock(&queue->lock);
@@ -351,7 +350,7 @@ PUBLIC int64_t h5async_samples_at(Queue *queue, int64_t slot, int64_t serial)
     return at;
 }
 
-/* Have one thread return to Python. */
+/* Makes one thread return to Python. */
 PUBLIC int64_t h5async_put_ticket(Queue *queue)
 {
     pthread_mutex_lock(&queue->lock);
@@ -362,7 +361,7 @@ PUBLIC int64_t h5async_put_ticket(Queue *queue)
     return 1;
 }
 
-/* Have all threads return to Python for good, and those that come later. */
+/* Makes all threads return to Python for good, including those that come later. */
 PUBLIC int64_t h5async_end_queue(Queue *queue)
 {
     pthread_mutex_lock(&queue->lock);
@@ -378,7 +377,7 @@ static int is_open(const Job *job)
     return job->state == TO_PLAN || job->next_item < end_of_ranges(job);
 }
 
-/* Note that another process has filled a batch, or that Python is to do the rest. */
+/* Records that another process has filled a batch or, unless `is_ready`, that Python does the rest. */
 PUBLIC int64_t h5async_finish(Queue *queue, int64_t slot, int64_t serial, int64_t is_ready)
 {
     pthread_mutex_lock(&queue->lock);
@@ -392,12 +391,12 @@ PUBLIC int64_t h5async_finish(Queue *queue, int64_t slot, int64_t serial, int64_
     int wakes = is_open(job);
     atomic_fetch_add(&queue->offers, wakes);
     pthread_mutex_unlock(&queue->lock);
-    if (wakes) /* the batch that is to follow one that was dropped */
+    if (wakes) /* the batch that follows a dropped one */
         pthread_cond_signal(&queue->work);
     return h5async_wake(queue);
 }
 
-/* Forget all batches. Nobody is at work on any. */
+/* Forgets all batches. No thread may be working on any. */
 PUBLIC int64_t h5async_forget_jobs(Queue *queue)
 {
     pthread_mutex_lock(&queue->lock);

@@ -1,8 +1,8 @@
-/* Reads rows that lie in a file as they are: where each lies is found as it is read. */
+/* Reads rows stored without filters; the offset of each is computed as it is read. */
 
 enum { BLOCK_ROWS = 512 };
 
-/* Some rows, as pieces of one row or more that follow each other in the file and in the batch. */
+/* Some rows, as pieces of one or more rows that are adjacent both in the file and in the batch. */
 typedef struct {
     int64_t offset[BLOCK_ROWS], nbytes[BLOCK_ROWS], position[BLOCK_ROWS];
     int64_t count, rows;
@@ -14,7 +14,7 @@ static Ranks ranks_of_item(const Item *item)
                    .end = item->first_run + item->num_runs};
 }
 
-/* (The highest bit of a number that is below 0 is set, or of what it lacks where it is too large.) */
+/* (The highest bit is set in a negative number, and in `last` - number if the number is too large.) */
 #define COLLECT_OUTSIDE(Number)                                                                   \
     {                                                                                             \
         const Number most = (Number)-1 >> 1;                                                      \
@@ -39,7 +39,7 @@ ALWAYS_INLINE void rows_are_within_inline(const Field *f, const uint8_t *at, int
 ALSO_FOR_AVX2(rows_are_within, (const Field *f, const uint8_t *at, int64_t length, int *is_within),
               (f, at, length, is_within))
 
-/* Whether what was read of an item is below the limit of its field, while it lies in the cache. */
+/* Whether all numbers read for an item are below its field's limit; they are still in the cache. */
 static int item_is_within(const BatchPlan *plan, const Field *f, const Target *target,
                           const Item *item)
 {
@@ -60,7 +60,7 @@ static int item_is_within(const BatchPlan *plan, const Field *f, const Target *t
     return is_within;
 }
 
-/* Where a row lies in the file; -1: it was never written; INT64_MAX: where no read takes it from. */
+/* The file offset of a row; -1: it was never written; INT64_MAX: it is beyond what can be read. */
 static int64_t offset_of_row(const Layer *l, const Shape *shape, int64_t segment, int64_t row)
 {
     int64_t offset;
@@ -72,7 +72,7 @@ static int64_t offset_of_row(const Layer *l, const Shape *shape, int64_t segment
     return offset;
 }
 
-/* List the next rows of an item, at most `most` pieces, and go on behind them. */
+/* Lists the next rows of an item, as at most `most` pieces, and advances `ranks`. */
 static void list_rows(const BatchPlan *plan, const Field *f, const Item *item, Ranks *ranks,
                       RowBlock *block, int64_t most)
 {
@@ -112,7 +112,7 @@ static void list_rows(const BatchPlan *plan, const Field *f, const Item *item, R
     ranks->run = run, ranks->rank = rank;
 }
 
-/* Rows out of the map, transformed on the way: there is no copy between. */
+/* Transforms rows from the map directly, without a copy in between. */
 static int64_t transform_rows(const Work *work, const Field *f, const Target *target,
                               const Pieces *p)
 {
@@ -159,9 +159,9 @@ static int64_t read_row_pieces(Work *work, const Field *f, const Shape *shape, c
     return done;
 }
 
-/* Copy rows of which no two follow each other, straight from the sorted samples; the first lies at
-   `from` and the samples after it `stride` bytes apart. Those that are copied after them lie likewise
-   from `next` on: so the processor has no less to fetch at the end. */
+/* Copies rows, no two of which are adjacent, straight from the sorted samples: the first one lies at
+   `from`, those of consecutive samples `stride` bytes apart. The rows copied next lie likewise from
+   `next` on, and are prefetched at the end, so that as many fetches stay in flight. */
 ALWAYS_INLINE void copy_singles(const Wanted *w, int64_t count, const uint8_t *from, int64_t stride,
                                 const uint8_t *next, uint8_t *to, int64_t nbytes)
 {
@@ -179,7 +179,7 @@ ALWAYS_INLINE void copy_singles(const Wanted *w, int64_t count, const uint8_t *f
     }
 }
 
-/* Note the least and the greatest sample of an item, which often are those of the item before. */
+/* Finds the least and the greatest sample of an item; often they are those of the item before. */
 static void find_bounds(Work *work, const Wanted *w, int64_t count)
 {
     if (work->bounded == w && work->num_bounded == count)
@@ -192,7 +192,7 @@ static void find_bounds(Work *work, const Wanted *w, int64_t count)
     }
 }
 
-/* Where the rows of an item begin out of whose samples the least is `sample`; INT64_MAX: see above. */
+/* The file offset of the row of a sample of an item; INT64_MAX: see offset_of_row. */
 static int64_t offset_of_sample(const Field *f, const Item *item, int64_t sample)
 {
     const Layer *l = &f->layers[item->layer];
@@ -200,7 +200,7 @@ static int64_t offset_of_sample(const Field *f, const Item *item, int64_t sample
     return offset_of_row(l, shape_of(f, item), segment, l->row[segment] + rows * l->step[segment]);
 }
 
-/* Where the item after one has the same samples, if it is another field's that lies likewise. */
+/* The address of the next item's first row if it has the same samples, and is mapped; else NULL. */
 static const uint8_t *after_item(const Work *work, const Item *item)
 {
     const Item *next = item + 1;
@@ -212,7 +212,7 @@ static const uint8_t *after_item(const Work *work, const Item *item)
     return offset < 0 || offset >= work->available ? NULL : work->file->map + offset;
 }
 
-/* Copy an item's rows out of the map, if they are as described above, and all there; 0: not so. */
+/* Copies an item's rows from the map by copy_singles; 0: they do not suit it, or are not all there. */
 static int copy_item(Work *work, const Field *f, const Shape *shape, const Target *target,
                      const Item *item)
 {
@@ -221,7 +221,7 @@ static int copy_item(Work *work, const Field *f, const Shape *shape, const Targe
     const Wanted *w = &work->plan->sorted[item->number];
     if (work->available <= 0 || shape->kind != ROWS || shape->swaps || nbytes > FEW_NBYTES ||
         item->number + count > work->plan->num_wanted || w->rank != item->first_run ||
-        w[count - 1].rank != item->first_run + count - 1 || /* (ends of groups have no rank) */
+        w[count - 1].rank != item->first_run + count - 1 || /* (ends of groups take no rank) */
         w[count].rank != item->first_run + count)
         return 0;
     find_bounds(work, w, count);
@@ -232,7 +232,7 @@ static int copy_item(Work *work, const Field *f, const Shape *shape, const Targe
     int64_t stride = l->step[segment] * shape->source_row_nbytes;
     const uint8_t *from = work->file->map + offset + (w->sample - work->least) * stride;
     const uint8_t *next = after_item(work, item);
-    if (nbytes == 16) /* which the compiler then knows */
+    if (nbytes == 16) /* a constant for the compiler */
         copy_singles(w, count, from, stride, next, target->raw, 16);
     else
         copy_singles(w, count, from, stride, next, target->raw, nbytes);
@@ -245,7 +245,7 @@ static int copy_item(Work *work, const Field *f, const Shape *shape, const Targe
     return 1;
 }
 
-/* Whether a source is memory; what is copied of it is not read. */
+/* Whether a source is memory; copies from it do not count as reads. */
 static int is_memory(const File *file)
 {
     return file->fd == PATH_CHECKED && file->path == NULL && !file->is_far;
@@ -256,7 +256,7 @@ static int read_row_item(Work *work, const Field *f, const Target *target, const
     const Shape *shape = shape_of(f, item);
     Ranks ranks = ranks_of_item(item);
     RowBlock block;
-    int64_t row_nbytes = is_memory(work->file) ? 0 : f->row_nbytes; /* that are read */
+    int64_t row_nbytes = is_memory(work->file) ? 0 : f->row_nbytes; /* as counted */
     int is_good = 1;
     if (copy_item(work, f, shape, target, item)) {
         add_done(&work->w->done.read_nbytes, (ranks.end - ranks.rank) * row_nbytes);
@@ -275,7 +275,7 @@ static int read_row_item(Work *work, const Field *f, const Target *target, const
     return is_good;
 }
 
-/* Where the first row of an item lies; see above. */
+/* The file offset of an item's first row; see offset_of_row. */
 static int64_t offset_of_rows(const Work *work, const Item *item)
 {
     Ranks ranks = ranks_of_item(item);

@@ -1,15 +1,14 @@
 /* Lists the rows of a batch for its plan.
 
-   The samples are sorted, and those that follow each other both in the dataset and in the batch are
-   joined to runs: in order, a batch is one run. So rows that lie in a file as they are cost nothing
-   here: their items name a range of the sorted samples, which all fields share. Where all fields are
-   such rows, each of one dataset, and the page cache holds them, any order is as good: then the
-   samples stay as they are.
+   Samples are sorted, and those adjacent both in the dataset and in the batch are joined into runs: a
+   batch in order is a single run. So rows that are stored as they are cost nothing more here: their
+   items refer to a range of the sorted samples, which all fields share. If all fields are such rows,
+   each of one dataset, and in the page cache, any order is as good: then the samples are not sorted.
 
-   What is called a sample here is a row of the dataset. A field with steps has several for each sample
-   of the batch; fields with equal steps are a group, whose rows are listed and sorted on their own. */
+   A sample here is a row of the dataset. A field with steps has several for each sample of the batch;
+   fields with equal steps are a group, whose rows are listed and sorted separately. */
 
-/* See that some arrays have room for `count` elements each; they keep what they hold. */
+/* Grows arrays to room for `count` elements each, keeping their contents; 0: there is no memory. */
 static int grow(void **const *arrays, int num_arrays, int64_t *most, int64_t count, size_t nbytes)
 {
     if (count <= *most)
@@ -18,7 +17,7 @@ static int grow(void **const *arrays, int num_arrays, int64_t *most, int64_t cou
     for (int i = 0; i < num_arrays; i++) {
         void *grown = realloc(*arrays[i], (size_t)more * nbytes);
         if (grown == NULL)
-            return 0; /* those that have grown have more room than `most` says */
+            return 0; /* arrays grown so far have more room than `most` says */
         *arrays[i] = grown;
     }
     *most = more;
@@ -44,7 +43,7 @@ static int grow_wanted(BatchPlan *p, int64_t count)
 
 enum { FEW = 48, MANY = 2048 };
 
-/* Sort by sample, and those that are equal by their rank, and then as they come. */
+/* Sorts by sample, then by rank; stable. */
 static void insert_each(Wanted *wanted, int64_t count)
 {
     for (int64_t i = 1; i < count; i++) {
@@ -58,11 +57,11 @@ static void insert_each(Wanted *wanted, int64_t count)
     }
 }
 
-/* Sort by sample, and those that are equal by their position, as they come; none is below `least`,
-   nor above it by more than `span`. Returns which of the two arrays has them then. */
+/* Sorts by sample; stable (if few, by rank among equal ones). All are in [least, least + span]. Returns
+   the array that has the result. */
 static Wanted *sort_wanted(Wanted *wanted, Wanted *spare, int64_t count, int64_t least, int64_t span)
 {
-    int bits = count < MANY ? 8 : 11; /* more at a time, where that many counters cost little */
+    int bits = count < MANY ? 8 : 11; /* more at a time if that many counters cost little */
     int64_t digit = (1 << bits) - 1;
     uint32_t begin[(1 << 11) + 1];
     if (count <= FEW) {
@@ -83,13 +82,13 @@ static Wanted *sort_wanted(Wanted *wanted, Wanted *spare, int64_t count, int64_t
     return wanted;
 }
 
-/* Put runs that were sorted to `runs`, those that follow each other in the dataset and in the batch as
-   one. At first, the rank of each is its length; ranks count from `rank` on then. Returns how many
-   runs; -1: their rows are not sorted, since some have several in common. */
+/* Copies sorted runs to `runs`, joining those adjacent both in the dataset and in the batch. `rank` is
+   first the length of each; afterwards, ranks count from `rank` on. Returns the number of runs; -1:
+   their rows are not sorted, because some runs overlap. */
 static int64_t join_wanted(const Wanted *wanted, int64_t count, int64_t rank, Wanted *runs,
                            int is_sorted)
 {
-    int64_t num_runs = 0, behind = -1, place = 0; /* behind the run before: its row, and its place */
+    int64_t num_runs = 0, behind = -1, place = 0; /* end of the run before: its row, and its place */
     for (int64_t i = 0; i < count; i++) {
         Wanted one = wanted[i];
         int64_t length = one.rank;
@@ -137,7 +136,7 @@ static NOINLINE Listed list_each(Wanted *wanted, const int64_t *samples, int64_t
     return listed;
 }
 
-/* List the rows of all samples of a batch, but those in whose place there are zeros. */
+/* Lists the rows of all samples of a batch, except those filled with zeros (PAD_ZERO). */
 static NOINLINE Listed list_steps(Wanted *wanted, const int64_t *samples, int64_t count,
                                   const StepRows *steps, int is_joined)
 {
@@ -166,7 +165,7 @@ static NOINLINE Listed list_steps(Wanted *wanted, const int64_t *samples, int64_
     return listed;
 }
 
-/* List the rows of samples of a ragged field one by one. */
+/* Lists the rows of samples of a ragged field one by one. */
 static NOINLINE Listed list_span_rows(Wanted *wanted, const int64_t *samples, int64_t count,
                              const SpanRows *spans)
 {
@@ -177,8 +176,8 @@ static NOINLINE Listed list_span_rows(Wanted *wanted, const int64_t *samples, in
     return listed;
 }
 
-/* Put what was listed in order, and the runs of it, `num_rows` in all, behind those of the groups
-   before. Returns 1; 0: there is no memory; -1: see join_wanted. */
+/* Sorts what was listed, if `is_sorted`, and appends its runs, `num_rows` in all, to those of earlier
+   groups. Returns 1; 0: there is no memory, or too many rows; -1: see join_wanted. */
 static NOINLINE int put_runs(BatchPlan *plan, const Listed *listed, int64_t num_rows, int is_sorted)
 {
     const Wanted *wanted = plan->wanted;
@@ -198,7 +197,7 @@ static NOINLINE int put_runs(BatchPlan *plan, const Listed *listed, int64_t num_
     return 1;
 }
 
-/* List the rows of a group of ragged fields, which are runs; as list_samples does. */
+/* Lists the rows of a group of ragged fields, as runs; returns as list_samples does. */
 static int list_spans(BatchPlan *plan, const int64_t *samples, int64_t count, const Field *f,
                       const Target *target)
 {
@@ -232,8 +231,8 @@ static int list_spans(BatchPlan *plan, const int64_t *samples, int64_t count, co
     return put_runs(plan, &listed, total, 1);
 }
 
-/* List the rows of a group of fields, sorted or not, behind those of the groups before it; -1: there
-   is one that no field has; 0: there is no memory. Fields with `steps` NULL: a sample is a row. */
+/* Lists the rows of a group of fields, sorted or not, after those of earlier groups. Returns 1; 0: there
+   is no memory, or too many rows; -1: a number is out of range. `steps` NULL: a sample is a row. */
 static int list_samples(BatchPlan *plan, const int64_t *samples, int64_t count, int64_t num_samples,
                         int is_sorted, const StepRows *steps)
 {
@@ -254,8 +253,8 @@ static int list_samples(BatchPlan *plan, const int64_t *samples, int64_t count, 
     return put_runs(plan, &listed, most_rows, is_sorted);
 }
 
-/* List where the values of each sample go, of a field of elements of variable length, after the samples
-   were; 0: there is no memory for it; -1: there is no room for so many values. */
+/* Lists where the values of each sample go, for a field of variable-length elements, after its samples
+   were listed. Returns 1; 0: there is no memory; -1: there is no room for so many values. */
 static int list_places(BatchPlan *plan, const int64_t *samples, int64_t count, const Field *f,
                        const Target *target)
 {
@@ -273,10 +272,10 @@ static int list_places(BatchPlan *plan, const int64_t *samples, int64_t count, c
     return total > target->capacity ? -1 : 1;
 }
 
-/* The last run from `run` on that begins at or before a rank, or before a sample; `run` does. */
+/* The last run from `run` on, itself included, that begins at or before a rank, or before a sample. */
 static int64_t run_of_rank(const BatchPlan *plan, int64_t run, int64_t rank)
 {
-    int64_t most = rank - plan->sorted[run].rank + 1; /* each run has a sample */
+    int64_t most = rank - plan->sorted[run].rank + 1; /* each run has at least one sample */
     int64_t high = most < plan->num_wanted - run ? run + most : plan->num_wanted;
     FIND_LAST(run, high, at, plan->sorted[at].rank <= rank)
     return run;

@@ -1,39 +1,39 @@
-/* The files that a reader reads from: opened when first needed, and kept as far as a budget goes.
+/* The files that a reader reads from: opened on first use, and kept open within a budget.
 
-   A source is open as a descriptor, a memory map, or both. Where a reader has more sources than
-   descriptors, a mapped one gives its descriptor back at once, and its state is asked for by path.
-   A source that cannot be opened, or is not what was indexed, is refused: the Python implementation
-   reads from it, or has the words. One that has to be opened anew while several threads use it is
-   stale: it is refused until the last of them has released it. A file that a writer has open for SWMR
-   changes all the time: its state is not compared until the writer has ended. */
+   A source is open as a file descriptor, a memory map, or both. If a reader has more sources than
+   descriptors, a mapped one gives its descriptor back at once, and its state is checked by path. A
+   source that cannot be opened, or is not as indexed, is refused: Python then reads from it, or reports
+   the error. One that has to be reopened while several threads use it is stale: it is refused until the
+   last of them has released it. A file that a SWMR writer has open changes all the time: its state is
+   not compared until the writer has closed it. */
 
-enum { PATH_CHECKED = -2 }; /* for a descriptor: it was given back */
+enum { PATH_CHECKED = -2 }; /* in place of a descriptor that was given back */
 
 typedef struct Source {
-    const char *path;    /* NULL: memory, which `map` is */
+    const char *path;    /* NULL: memory, which is `map`; or far */
     const uint8_t *map;
     int64_t map_nbytes;
     int64_t device, inode, nbytes, modified_ns, changed_ns; /* as indexed */
     int32_t may_map, fd;
-    int64_t is_far; /* it is no file here; `path` and `map` are NULL */
-    _Atomic(const Mirror *) mirror; /* of a far one; Python keeps all that it has set */
+    int64_t is_far; /* it is not a local file; `path` and `map` are NULL */
+    _Atomic(const Mirror *) mirror; /* of a far one; Python keeps all that it ever set alive */
     int32_t is_open, users, has_swmr_writer, is_stale;
-    _Atomic int32_t was_changed; /* since it was indexed: it may be again, at any time */
-    _Atomic int32_t was_cached, uses; /* was_cached: how often in turn; below 0: it was not */
-    _Atomic int64_t checked_ns; /* when it was last found to be what was indexed; 0: it may not be */
-    struct Source *newer, *older; /* among those that are open and have no users */
+    _Atomic int32_t was_changed; /* since it was indexed; it may change again at any time */
+    _Atomic int32_t was_cached, uses; /* was_cached: how many times in a row; negative: it was not */
+    _Atomic int64_t checked_ns; /* when it was last found to be as indexed; 0: it may not be */
+    struct Source *newer, *older; /* in the list of open sources without users */
 } Source;
 
 typedef struct {
-    /* Set by Python, which keeps the table; the first members of its rows, too: */
+    /* Set by Python, which owns the table, and sets the first members of its rows, too: */
     Source *sources;
-    int64_t count, most_open, most_files; /* stay open; of these, with a descriptor: both at least 1,
-                                             beside those in use */
+    int64_t count, most_open, most_files; /* maximum that stay open, and of these with a descriptor:
+                                             both at least 1; more may be in use */
     int64_t io, gives_back;               /* gives_back: descriptors of mapped sources */
-    int64_t trusted_ns; /* for so long after it was checked, a source need not be for kept chunks,
-                           unless it has changed: it may have been read amid a write */
+    int64_t trusted_ns; /* for this long after a check, kept chunks are used without another one, unless
+                           the source has ever changed: it may have been read amid a write */
     /* The core's: */
-    int64_t num_open, num_files; /* num_open: without users too */
+    int64_t num_open, num_files; /* num_open: including those without users */
     pthread_mutex_t lock;
     Source *newest, *oldest;
 } Sources;
@@ -47,7 +47,7 @@ static void close_source(Source *s)
     s->map = NULL, s->fd = -1, s->is_open = 0, s->is_stale = 0;
 }
 
-/* Close a source that nobody uses, and that is in no list. Holds the lock. */
+/* Closes a source that has no users, and is in no list. Called with the lock held. */
 static void drop_source(Sources *all, Source *s)
 {
     all->num_open--;
@@ -55,8 +55,8 @@ static void drop_source(Sources *all, Source *s)
     close_source(s);
 }
 
-/* Whether a writer has the HDF5 file open for SWMR: the file consistency flags of its superblock
-   say so, version 3 ("Disk Format: Level 0A" of the HDF5 file format specification). */
+/* Whether a writer has the HDF5 file open for SWMR, by the file consistency flags of its superblock,
+   version 3 ("Disk Format: Level 0A" in the HDF5 file format specification). */
 static int has_swmr_writer(int fd, int64_t nbytes)
 {
     static const uint8_t signature[8] = {0x89, 'H', 'D', 'F', '\r', '\n', 0x1a, '\n'};
@@ -71,19 +71,19 @@ static int has_swmr_writer(int fd, int64_t nbytes)
     return 0;
 }
 
-/* Do `work`, which reads a file; 0: what was read is worth nothing, and the event says why. A file that
-   was changed before, too, shows it afterwards. */
+/* Does `work`, which reads a file. Returns 0 if the result is invalid; the event says why. It is enough
+   to check the file afterwards: if it had changed before, it shows then, too. */
 static int read_guarded(File *file, void (*work)(void *), void *data)
 {
     if (!guarded(file, work, data))
         file->event = FAULTED;
     else if (file->event == NO_EVENT && is_as_indexed(file) && file->nbytes == -1 && file->fd >= 0 &&
              !has_swmr_writer(file->fd, INT64_MAX))
-        file->event = CHANGED; /* the writer has ended, and left the file for good */
+        file->event = CHANGED; /* the writer has closed the file */
     return file->event == NO_EVENT;
 }
 
-/* Open and map what is known of a source; 0 where it cannot be, or is another file now. */
+/* Checks and maps the file of a source; 0: it is not the one that was indexed, or cannot be mapped. */
 static int open_and_map(const Sources *all, Source *opened)
 {
     struct stat status;
@@ -108,7 +108,7 @@ static int open_and_map(const Sources *all, Source *opened)
 static int open_source(const Sources *all, Source *opened)
 {
     opened->map = NULL;
-    opened->fd = open(opened->path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* nothing comes of a pipe */
+    opened->fd = open(opened->path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* O_NONBLOCK: for pipes */
     opened->is_open = opened->fd >= 0;
     if (opened->is_open && open_and_map(all, opened))
         return 1;
@@ -117,7 +117,7 @@ static int open_source(const Sources *all, Source *opened)
     return 0;
 }
 
-/* Close sources that nobody uses, those first that were out of use for longest. Holds the lock. */
+/* Closes surplus sources without users, least recently used first. Called with the lock held. */
 static void close_surplus(Sources *all)
 {
     for (Source *s = all->oldest, *newer; s != NULL; s = newer) {
@@ -126,13 +126,13 @@ static void close_surplus(Sources *all)
         if (!are_too_many && all->num_files <= all->most_files)
             return;
         if (!are_too_many && s->fd < 0)
-            continue; /* to close it gives no descriptor back */
+            continue; /* closing it would free no descriptor */
         UNLINK(all, s);
         drop_source(all, s);
     }
 }
 
-/* Open a source that is not open; 0 where it is refused. Holds the lock, but not meanwhile. */
+/* Opens a source that is not open; 0: refused. Called with the lock held; releases it meanwhile. */
 static int open_shared(Sources *all, Source *s)
 {
     Source opened;
@@ -156,7 +156,7 @@ static int open_shared(Sources *all, Source *s)
     }
     if (s->nbytes != opened.nbytes || s->modified_ns != opened.modified_ns ||
         s->changed_ns != opened.changed_ns || s->may_map != opened.may_map) {
-        close_source(&opened); /* it was opened as what it was before */
+        close_source(&opened); /* its state was updated meanwhile: see h5async_restamp */
         return 0;
     }
     s->map = opened.map, s->map_nbytes = opened.map_nbytes, s->fd = opened.fd;
@@ -166,7 +166,7 @@ static int open_shared(Sources *all, Source *s)
     return 1;
 }
 
-/* Note one user more, and describe the file. Holds the lock. */
+/* Adds a user, and describes the file. Called with the lock held. */
 static void use_source(Sources *all, Source *s, File *file)
 {
     if (s->users++ == 0 && (s->newer || s->older || all->newest == s))
@@ -183,7 +183,7 @@ static void forget_mirror(File *file)
     file->mirror = NULL, file->path = NULL, file->map_nbytes = file->nbytes;
 }
 
-/* Give a source, open until it is released, and its file; NULL where it is refused. */
+/* Returns a source, open until it is released, and its file; NULL: it is refused. */
 static Source *acquire_source(Sources *all, int64_t number, File *file)
 {
     Source *s;
@@ -210,10 +210,10 @@ static Source *acquire_source(Sources *all, int64_t number, File *file)
     return is_good ? s : NULL;
 }
 
-/* After an event, what was read is worth nothing. A file that has changed stays open, because it may
-   have another name by now, or none: see the function below. One of which a page cannot be had, or
-   whose writer has ended, is opened anew when it is needed again. A mirror is not used any more,
-   unless another one took its place meanwhile. */
+/* Releases a source. After an event, whatever was read is invalid. A file that has changed stays open,
+   because it may have been renamed or removed: see h5async_open_again. One with an unreadable page, or
+   whose SWMR writer has closed it, is reopened when it is next needed. A mirror is no longer used,
+   unless another one has replaced it meanwhile. */
 static void release_source(Sources *all, Source *s, const File *file)
 {
     const int64_t event = file->event;
@@ -244,7 +244,7 @@ PUBLIC int64_t h5async_open_sources(Sources *sources)
     return init_short_lock(&sources->lock) == 0;
 }
 
-/* Nobody uses them any more. */
+/* Closes all sources; none may have users. */
 PUBLIC int64_t h5async_close_sources(Sources *sources)
 {
     for (int64_t i = 0; i < sources->count; i++)
@@ -255,7 +255,7 @@ PUBLIC int64_t h5async_close_sources(Sources *sources)
     return 1;
 }
 
-/* Return another descriptor of an open source that is the same file; -1: there is none. */
+/* Returns another descriptor of an open source that is the same file; -1: there is none. */
 static int another_descriptor(Sources *all, const Source *like)
 {
     int fd = -1;
@@ -269,9 +269,9 @@ static int another_descriptor(Sources *all, const Source *like)
     return fd;
 }
 
-/* Open a source for one thread, which closes it by the function below in any case. It is opened by
-   its path or, where it does not lie there any more, as it is open elsewhere. Returns 0, or why it
-   cannot be used: what errno said, or below 0; CANNOT_MAP: the error of the file has errno. */
+/* Opens a source for one thread, which has to call h5async_close_again in any case. It is opened by its
+   path or, if the file is no longer there, by an open descriptor of it. Returns 0, an errno, or one of
+   the numbers below, if it cannot be used; for CANNOT_MAP, `file->error` has the errno. */
 enum { IS_REPLACED = -1, CANNOT_MAP = -2 };
 
 PUBLIC int64_t h5async_open_again(Sources *all, int64_t number, File *file)
@@ -281,8 +281,8 @@ PUBLIC int64_t h5async_open_again(Sources *all, int64_t number, File *file)
                                                !all->sources[number].is_far))
         return EINVAL;
     if (all->sources[number].is_far) {
-        acquire_source(all, number, file); /* of which there is nothing to be released */
-        forget_mirror(file);               /* it may change meanwhile */
+        acquire_source(all, number, file); /* it need not be released */
+        forget_mirror(file);               /* the mirror may change meanwhile */
         return 0;
     }
     pthread_mutex_lock(&all->lock);
@@ -291,7 +291,7 @@ PUBLIC int64_t h5async_open_again(Sources *all, int64_t number, File *file)
     pthread_mutex_unlock(&all->lock);
     *file = (File){.io = (int32_t)all->io, .path = s.path, .device = s.device, .inode = s.inode,
                    .nbytes = s.nbytes, .modified_ns = s.modified_ns, .changed_ns = s.changed_ns};
-    file->fd = open(s.path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* nothing comes of a pipe */
+    file->fd = open(s.path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* O_NONBLOCK: for pipes */
     int64_t error = file->fd < 0 || fstat(file->fd, &status) != 0 ? errno : 0;
     if (!error && !IS_SAME_FILE(&s, status))
         error = IS_REPLACED;
@@ -329,8 +329,8 @@ PUBLIC int64_t h5async_close_again(File *file)
     return 1;
 }
 
-/* Say that a file that was changed still holds what was indexed. A map of its former size is given
-   up, and then the file is opened anew. */
+/* Records that a changed file still holds what was indexed, with its new state. If its map has another
+   size, the file is reopened. */
 PUBLIC int64_t h5async_restamp(Sources *sources, int64_t number, int64_t nbytes, int64_t modified_ns,
                                int64_t changed_ns, int32_t may_map)
 {
@@ -353,7 +353,7 @@ PUBLIC int64_t h5async_restamp(Sources *sources, int64_t number, int64_t nbytes,
     return 1;
 }
 
-/* Open a source, so that it is the one that was indexed; 0 where it is refused. */
+/* Opens a source ahead of use, so that it is the file that was indexed; 0: it is refused. */
 PUBLIC int64_t h5async_open_ahead(Sources *sources, int64_t number)
 {
     File file;

@@ -1,27 +1,26 @@
-/* Decoded chunks that later batches need: each is decoded by one thread, and kept within a budget.
+/* Keeps decoded chunks that later batches need: each is decoded by one thread, within a budget.
 
-   What is kept is one decoded chunk; or whole rows, put together once out of all chunks that hold
-   pieces of them, which several threads may decode at the same time. So it has pieces, one or more,
-   and whoever finds one that is not there claims it.
+   An entry is one decoded chunk; or whole rows, put together once from all chunks that hold pieces of
+   them, which several threads may decode at the same time. So an entry has one or more pieces, and a
+   thread that finds one missing claims it.
 
-   A thread that is given a piece to decode publishes it, or gives it up, and never waits meanwhile;
-   so nobody waits for long. The memory comes from the system, and is used again for what comes next
-   of the same size. */
+   A thread that has claimed a piece publishes it, or gives it up, and never waits meanwhile; so nobody
+   waits for long. Memory comes from the system, and is reused for the next entry of the same size. */
 
 enum Claim { UNKEPT = 0, CLAIMED = 1, READY = 2, BUSY = 3 };
 enum PieceState { PIECE_MISSING = 0, PIECE_CLAIMED, PIECE_READY };
-enum { LEAST_KEPT = 2 }; /* chunks: where two batches share one, the later batch finds it */
-enum { KEPT_OVERHEAD = 128 }; /* what a chunk takes beside its bytes, and the system for both */
+enum { LEAST_KEPT = 2 }; /* chunks: if two batches share one, the later batch finds it */
+enum { KEPT_OVERHEAD = 128 }; /* bytes of a chunk besides its data, and of malloc for both */
 
 typedef struct Kept {
-    uint64_t key;                 /* with the next ones, of each that is looked up */
-    struct Kept *next;            /* in a bucket; or in the list of those that are not used */
+    uint64_t key;                 /* this and the next ones are read by each look-up */
+    struct Kept *next;            /* in a bucket */
     int64_t missing;              /* pieces that are not ready */
     int32_t users, is_dropped;
     uint8_t *data;
     int64_t nbytes, num_pieces;
-    struct Kept *newer, *older;   /* among all that are there, by their last use: see is_scarce */
-    uint8_t pieces[];             /* enum PieceState, of each */
+    struct Kept *newer, *older;   /* of all entries, by their last use: see is_scarce */
+    uint8_t pieces[];             /* enum PieceState of each */
 } Kept;
 
 typedef struct {
@@ -31,8 +30,8 @@ typedef struct {
     int64_t num_buckets; /* a power of two */
     Kept *newest, *oldest;
     int64_t nbytes, budget_nbytes;
-    int32_t is_scarce; /* chunks had to make way for others: their order of use is noted from then on */
-    int64_t chunk_nbytes, most_chunk_nbytes; /* without KEPT_OVERHEAD: now, and at most so far */
+    int32_t is_scarce; /* chunks have been evicted: their order of use is recorded from then on */
+    int64_t chunk_nbytes, most_chunk_nbytes; /* without KEPT_OVERHEAD: now, and at the peak */
     _Atomic int64_t whole_reads; /* of chunks that a batch took whole: see are_read_again */
 } Store;
 
@@ -42,13 +41,13 @@ static Kept **bucket_of(Store *store, uint64_t key)
     return &store->buckets[mixed >> 32 & (uint64_t)(store->num_buckets - 1)];
 }
 
-/* What it counts in the budget. Of rows, that is less than their decoded chunks would. */
+/* Cost of an entry in the budget. Rows cost less than their decoded chunks would. */
 static int64_t cost_of_kept(int64_t nbytes, int64_t num_pieces)
 {
     return nbytes + KEPT_OVERHEAD + num_pieces - 1;
 }
 
-/* Take a chunk out of the table; who uses it goes on with it. */
+/* Removes an entry from the table; its users go on using it. */
 static void drop_kept(Store *store, Kept *kept)
 {
     Kept **at = bucket_of(store, kept->key);
@@ -67,7 +66,7 @@ static void free_kept(Kept *kept)
     free(kept);
 }
 
-/* Rows of many chunks are written all over: with large pages, their addresses are found sooner. */
+/* Rows of many chunks are written in scattered order: large pages speed up address translation. */
 static void *new_memory(size_t nbytes)
 {
     void *memory = NULL;
@@ -81,7 +80,7 @@ static void *new_memory(size_t nbytes)
     return memory;
 }
 
-/* Return memory for a chunk: what was out of use for longest makes way; NULL: there is none. */
+/* Returns memory for an entry, evicting those unused for longest; NULL: there is none. */
 static Kept *new_kept(Store *store, int64_t nbytes, int64_t num_pieces)
 {
     int64_t cost = cost_of_kept(nbytes, num_pieces), least = LEAST_KEPT * cost;
@@ -115,7 +114,7 @@ static Kept *new_kept(Store *store, int64_t nbytes, int64_t num_pieces)
     return again;
 }
 
-/* Use what is kept under a key, or will be, until it is let go of; NULL: there is no room for it. */
+/* Uses the entry of a key, creating it if necessary, until it is let go; NULL: there is no room. */
 static Kept *use_rows(Store *store, uint64_t key, int64_t nbytes, int64_t num_pieces)
 {
     pthread_mutex_lock(&store->lock);
@@ -141,7 +140,7 @@ static Kept *use_rows(Store *store, uint64_t key, int64_t nbytes, int64_t num_pi
     return kept;
 }
 
-/* Whether what one of so many chunks holds is kept. */
+/* Whether the content of one of an entry's `num_cross` chunks is ready. */
 static int is_ready(Store *store, uint64_t key, int64_t cross, int64_t num_cross)
 {
     pthread_mutex_lock(&store->lock);
@@ -154,9 +153,9 @@ static int is_ready(Store *store, uint64_t key, int64_t cross, int64_t num_cross
     return is_there;
 }
 
-/* Claim one of the pieces `begin` to `end` that is missing, the next one from `at` on, and put its
-   number there; `own` pieces are claimed by the caller. READY: no others are missing. BUSY: others
-   decode all of these that are; not where the caller is to `wait`, until they are done. */
+/* Claims one of pieces `begin` to `end` that is missing, the next one from `at` on, and sets `at` to it;
+   the caller has claimed `own` pieces before. READY: no others are missing. BUSY: other threads decode
+   all that are missing; if the caller is to `wait`, it waits for them instead. */
 static enum Claim claim_piece(Store *store, Kept *kept, int64_t own, int wait, int64_t begin,
                               int64_t end, int64_t *at)
 {
@@ -164,7 +163,7 @@ static enum Claim claim_piece(Store *store, Kept *kept, int64_t own, int wait, i
     pthread_mutex_lock(&store->lock);
     while (kept->missing != own) {
         found = memchr(kept->pieces + *at, PIECE_MISSING, (size_t)(end - *at));
-        if (found == NULL) /* one before that may have been given up */
+        if (found == NULL) /* an earlier one may have been given up */
             found = memchr(kept->pieces + begin, PIECE_MISSING, (size_t)(*at - begin));
         if (found != NULL || !wait)
             break;
@@ -180,18 +179,18 @@ static enum Claim claim_piece(Store *store, Kept *kept, int64_t own, int wait, i
     return claim;
 }
 
-/* Be done with what was found. Holds the lock. Returns whether the caller is to free it. */
+/* Removes a user; returns whether the caller has to free the entry. Called with the lock held. */
 static int unuse_kept(Kept *kept)
 {
     return --kept->users == 0 && kept->is_dropped;
 }
 
-/* Look up some chunks at once; those that are not there decoded are NULL. */
+/* Looks up several chunks at once; those that are not there decoded are NULL in `found`. */
 static void take_ready(Store *store, const uint64_t *keys, int count, Kept **found)
 {
     for (int i = 0; i < count; i++)
         __builtin_prefetch(bucket_of(store, keys[i]));
-    for (int i = 0; i < count; i++) { /* out of the lock, which is held the shorter for it */
+    for (int i = 0; i < count; i++) { /* before locking, to hold the lock for less time */
         const Kept *kept = __atomic_load_n(bucket_of(store, keys[i]), __ATOMIC_RELAXED);
         __builtin_prefetch(kept, 1);
         __builtin_prefetch((const uint8_t *)kept + offsetof(Kept, nbytes), 1);
@@ -219,7 +218,7 @@ static void take_ready(Store *store, const uint64_t *keys, int count, Kept **fou
     pthread_mutex_unlock(&store->lock);
 }
 
-/* Be done with chunks that were looked up. */
+/* Releases chunks that were looked up. */
 static void give_back_ready(Store *store, Kept **found, int count)
 {
     pthread_mutex_lock(&store->lock);
@@ -232,8 +231,8 @@ static void give_back_ready(Store *store, Kept **found, int count)
             free_kept(found[i]);
 }
 
-/* Be done with a piece that was claimed; `is_filled`: its memory holds it. Else others may try. Or,
-   with a `piece` below 0, with what was found ready, or is used. */
+/* Releases a claimed piece; `is_filled`: its memory holds it; else others may try. With a negative
+   `piece`, releases an entry that was found ready, or is in use. */
 static void release_piece(Store *store, Kept *kept, int64_t piece, int is_filled)
 {
     pthread_mutex_lock(&store->lock);
@@ -253,7 +252,7 @@ static void let_go(Store *store, Kept *kept)
     release_piece(store, kept, -1, 0);
 }
 
-/* Use a decoded chunk, and claim it where it is not there. `wait`: until whoever decodes it is done. */
+/* Uses a decoded chunk, or claims it if it is missing. `wait`: waits while another thread decodes it. */
 static enum Claim claim_chunk(Store *store, uint64_t key, int64_t nbytes, int wait, Kept **found)
 {
     int64_t at = 0;
@@ -265,7 +264,7 @@ static enum Claim claim_chunk(Store *store, uint64_t key, int64_t nbytes, int wa
     return claim;
 }
 
-/* With `keeps_all`, chunks that a batch takes whole are kept the first time, too: see are_read_again. */
+/* With `keeps_all`, chunks that a batch takes whole are kept at once: see are_read_again. */
 PUBLIC Store *h5async_new_store(int64_t budget_nbytes, int64_t least_chunk_nbytes, int64_t keeps_all)
 {
     int64_t least = least_chunk_nbytes < 0 ? 0 : least_chunk_nbytes;
@@ -287,11 +286,11 @@ PUBLIC Store *h5async_new_store(int64_t budget_nbytes, int64_t least_chunk_nbyte
     return store;
 }
 
-/* Give the pages of memory that is about to be freed back to the system: malloc keeps them, as much
-   as twice the largest block that the process ever freed for each of its arenas. */
+/* Gives the pages of memory that is about to be freed back to the system: malloc would keep them, for
+   each of its arenas up to twice the largest block that the process ever freed. */
 static void drop_pages(uint8_t *data, int64_t nbytes)
 {
-#if defined(__linux__) /* elsewhere MADV_DONTNEED is but a hint */
+#if defined(__linux__) /* elsewhere, MADV_DONTNEED is only a hint */
     uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
     uintptr_t begin = ((uintptr_t)data + page - 1) & ~(page - 1);
     uintptr_t end = ((uintptr_t)data + (uintptr_t)nbytes) & ~(page - 1);
@@ -315,15 +314,15 @@ static void forget_all(Store *store, int drops_pages)
     pthread_mutex_unlock(&store->lock);
 }
 
-/* Forget all chunks: their file has changed, or nobody reads it any more. */
+/* Drops all chunks: their file has changed, or nobody reads it any more. */
 PUBLIC int64_t h5async_clear_store(Store *store)
 {
     forget_all(store, 1);
     return 1;
 }
 
-/* Nobody uses any of it. It is freed once, however often this is called. Its pages stay with malloc:
-   the order of the next epoch, say, takes them again. */
+/* Frees a store that nobody uses any more; extra calls are harmless. Its pages stay with malloc, for
+   reuse by the next epoch's order, for example. */
 PUBLIC int64_t h5async_free_store(Store **stored)
 {
     Store *store = *stored;

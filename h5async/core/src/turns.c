@@ -1,16 +1,16 @@
-/* The consumer's turns: in one call it hands a batch back, has free slots filled with the next ones,
-   and takes the next. The ring of slots (deliver/slots.py) lends its state to this for the batches of a
-   run, which are alike, but the last ones of its epochs, which may be short. Python calls functions of
-   its own kind, which ctypes would make slower than what they do. All members change while the GIL is
-   held. */
+/* The consumer's turns: one call hands the last batch back, requests the next ones for free slots, and
+   takes the next batch. The ring of slots (deliver/slots.py) lends its state to this for the batches of a
+   run, which are alike, except that the last one of an epoch may be short. For Python, these are built-in
+   functions, because calls through ctypes would take longer than their work. All members change only while
+   the GIL is held. */
 
-enum { MAX_WAITS = 4096, MAX_GIVEN = 16, MAX_ENDS = 257 }; /* read/queue.py declares them, too */
-enum { MOST_TELLING = 8 }; /* signals that come as something is told */
-enum { FEW_WAITS = MAX_WAITS / (MAX_ENDS - 1) }; /* of epochs whose waits are kept as long as they are */
+enum { MAX_WAITS = 4096, MAX_GIVEN = 16, MAX_ENDS = 257 }; /* also declared in read/queue.py */
+enum { MOST_TELLING = 8 }; /* calls of `on_left` at most, if signals interrupt them */
+enum { FEW_WAITS = MAX_WAITS / (MAX_ENDS - 1) }; /* in an epoch: its waits are kept as long as its end */
 
-/* The batches of an epoch: the first ones are at positions from `begin` on; the last one has
-   `last_count` samples, from `last_skip` behind those of the first on; of `samples`, unless NULL; see
-   h5async_submit. read/queue.py declares it, too. */
+/* The batches of an epoch. The first one starts at position `begin`; the last one has `last_count` samples
+   and starts `last_skip` positions after the first. If `samples` is not NULL, the numbers are there, at the
+   same distances. See h5async_submit. Also declared in read/queue.py. */
 typedef struct {
     int64_t begin, last_skip, last_count;
     const int64_t *samples;
@@ -18,19 +18,19 @@ typedef struct {
     const uint64_t *draw;
 } RunEpoch;
 
-/* A requested batch of samples that the caller gives, outside of the run. */
+/* A requested batch of samples given by the caller; it is not part of the run. */
 typedef struct {
     int64_t serial, count;
     const int64_t *samples;
 } Given;
 
-/* Batches that were taken, their samples, the waits for them, and when the last one began or ended. */
+/* Totals of batches taken, their samples, and the waits for them; and when the last wait began or ended. */
 typedef struct {
     int64_t batches, samples, waits, wait_ns, at_ns;
 } Taken;
 
-/* What was taken before an epoch, whose number is `epoch`, and before its end, what was done then, and how
-   many batches it has. */
+/* What was taken before epoch `epoch` and by its end, the workers' totals then, and its number of
+   batches. */
 typedef struct {
     Taken begin, end;
     Done done;
@@ -39,52 +39,52 @@ typedef struct {
 
 typedef struct {
     Queue *queue;
-    Worker *worker; /* the consumer's, who fills batches, too */
+    Worker *worker; /* the consumer's own: it fills batches, too */
     int64_t num_slots;
-    int64_t *slot_of;  /* [num_slots]: of a batch, by its serial modulo `num_slots` */
-    int64_t *waits_ns; /* [MAX_WAITS]: how long the last ones took, by number modulo MAX_WAITS */
-    int64_t num_samples; /* of which any may be given */
-    const uint64_t *draw; /* of given ones; NULL: none */
+    int64_t *slot_of;  /* [num_slots]: slot of a batch, by its serial modulo `num_slots` */
+    int64_t *waits_ns; /* [MAX_WAITS]: durations of the last waits, by number modulo MAX_WAITS */
+    int64_t num_samples; /* numbers of given samples are below this */
+    const uint64_t *draw; /* for given samples; NULL: none */
     int64_t is_lent, is_inside, is_alone, waits_not; /* is_alone: no other thread fills batches */
-    int64_t is_open, num_reading; /* threads that read samples at once */
-    /* Python's, of what these read: by field, the name, shape and dtype of its rows, and of those as read,
-       if they are others (NULL: nothing is read here); what makes arrays; the rest of batches, as `later`;
-       and a list of what one call at a time may use: addresses of a plan, its targets, and a worker. */
+    int64_t is_open, num_reading; /* threads in `read_at_once` */
+    /* Python objects of `read_at_once`. fields: by field, the name, shape and dtype of its rows, and those
+       of rows as read, if different (NULL: cannot read); array: makes arrays; lasting: like `later`; spare:
+       a list with an entry per concurrent call: addresses of a plan, its targets, and a worker. */
     Object *fields, *array, *lasting, *spare;
-    /* What the consumer wants, as in slots.py; `assigned`: those below have slots. */
+    /* What the consumer wants, as in slots.py; batches below `assigned` have slots. */
     int64_t next, asked, held, assigned, reads_ahead, loops;
-    /* Of batches of given samples, number i is at i modulo MAX_GIVEN, and its array in the list `samples`:
-       those up to `given_begin` were taken since the state is lent, and the last one of these, which may be
-       in use, is kept. */
+    /* Batches of given samples: number i is at i modulo MAX_GIVEN, and its array there in the list
+       `samples`. Those below `given_begin` were taken since the state was lent; the last one of these is
+       kept, because it may be in use. */
     int64_t given_begin, given_end;
     Given given[MAX_GIVEN];
-    int64_t next_in_run; /* see in_run; -1: its samples are given */
-    /* The run: batches `first` to `stop`, by the serials they would have if no samples were given since the
-       state is lent, of `count` samples, each `stride` positions further on; of
-       epochs with `epoch_batches`, but the first one, which ends before `epoch_end`. Those behind the last one
-       of `epochs` are as that one. */
+    int64_t next_in_run; /* in_run(next); -1: the samples of `next` are given */
+    /* The run: batches `first` to `stop`, by the serials they would have if no samples had been given since
+       the state was lent. Each has `count` samples, `stride` positions after those of the one before.
+       Epochs have `epoch_batches`, except the first one, which ends before `epoch_end`. Epochs after the
+       last one of `epochs` are like it. */
     int64_t first, stop, stride, count, epoch_end, epoch_batches, num_epochs;
     const RunEpoch *epochs;
-    int64_t epoch, number; /* of the batch `first` */
-    /* Python's: the type of batches, the names of the members that the arrays, the run with the batch's
-       place, its size and its numbers are set to; of the run: names of fields (NULL: Python makes views), of
-       what these are made in each slot (see FieldKind.views), and the part of whole batches; what is
-       called when the consumer has left a reader that was closed meanwhile, and when an epoch has ended
-       of which Python has to note something at once. */
+    int64_t epoch, number; /* epoch of batch `first`, and its number there */
+    /* Python objects. type: of batches; made, later, size, index: the names of their attributes for the
+       arrays, for (run, slot, serial, place in the run), for the size and for given numbers. Of the run:
+       names of fields (NULL: Python makes views), what these are made of by slot (see FieldKind.views), and
+       the slice of a full batch. on_left: called when the consumer has left a reader that was closed
+       meanwhile; on_epoch: when an epoch has ended of which Python has to record something at once. */
     Object *type, *made, *later, *size, *index, *samples;
     Object *run, *names, *arrays, *part, *on_left, *on_epoch;
-    /* Of all runs, and before the epoch `begun`; is_in_epoch: its last batch was not taken yet. */
+    /* Of all runs, and before epoch `begun`; is_in_epoch: its last batch has not been taken yet. */
     Taken taken, before;
     int64_t begun, is_in_epoch;
     EpochEnd *ends; /* [MAX_ENDS]: of the last epochs, by number modulo MAX_ENDS */
     int64_t num_ends;
-    int64_t changes; /* see changes_in_python; up to which Python knows what it has counted itself */
-    int64_t *num_rows; /* [2 + 2 * MAX_ENDS][num_fields]: the rows of ragged fields of all batches taken, and
-                          before that epoch; the same of `ends`; NULL: there are none */
+    int64_t changes; /* changes_in_python() when Python last recorded the end of an epoch; -1: not yet */
+    int64_t *num_rows; /* [2 + 2 * MAX_ENDS][num_fields]: rows of ragged fields in all batches taken, and
+                          before `begun`; the same two for each of `ends`; NULL: none is ragged */
 } Turns;
 
-/* Where a batch of the run is: in which of its epochs, from 0 on; its number among the batches of that,
-   in the first one among those of the run; and whether it is the last of its epoch. */
+/* The place of a batch in the run: its epoch, from 0 on; its number in that epoch (in the first one,
+   counted from the begin of the run); and whether it is the last of its epoch. */
 typedef struct {
     int64_t epoch, number, is_last;
 } InRun;
@@ -108,7 +108,7 @@ static const Given *given_number(const Turns *t, int64_t i)
     return &t->given[(uint64_t)i % MAX_GIVEN];
 }
 
-/* Which batch of the run has a serial; of given samples: which one follows. */
+/* The number in the run of the batch with a serial; for a given batch, that of the next one in the run. */
 static int64_t in_run(const Turns *t, int64_t serial)
 {
     int64_t i = t->given_begin;
@@ -117,11 +117,11 @@ static int64_t in_run(const Turns *t, int64_t serial)
     return serial - i;
 }
 
-/* The given samples of a batch that is in use, or not taken yet; NULL: it is one of the run. */
+/* The given samples of a batch that is in use, or not taken yet; NULL: it belongs to the run. */
 static const Given *given_of(const Turns *t, int64_t serial)
 {
     if (t->given_end == 0 && serial >= t->next)
-        return NULL; /* as mostly */
+        return NULL; /* the usual case */
     for (int64_t i = t->given_begin - 1; i < t->given_end; i++)
         if (given_number(t, i)->serial == serial)
             return given_number(t, i);
@@ -162,7 +162,7 @@ static void submit_of_run(Turns *t, int64_t serial, InRun place)
                 epoch->samples == NULL ? NULL : epoch->samples + skipped, 1);
 }
 
-/* Give free slots to the next batches, and submit these. */
+/* Assigns free slots to the next batches, and submits them. */
 static void submit_next(Turns *t)
 {
     int64_t low = t->held >= 0 ? t->held : t->next;
@@ -171,7 +171,7 @@ static void submit_next(Turns *t)
         int64_t at = in_run(t, t->assigned), epoch = -1, number = -1;
         if (given == NULL && at >= t->stop)
             break;
-        /* (While another thread waits, the worker is its own.) */
+        /* While another thread waits (is_inside), the worker is in use there. */
         int64_t begin = t->worker->trace && !t->is_inside ? now_ns() : 0;
         if (given != NULL) {
             Wish wish = {.count = given->count, .serial = t->assigned};
@@ -183,20 +183,20 @@ static void submit_next(Turns *t)
             submit_of_run(t, t->assigned, place);
             epoch = t->epoch + place.epoch, number = place.number + (place.epoch ? 0 : t->number);
         }
-        if (begin) /* as its field and source: its number and epoch */
+        if (begin) /* the number and epoch take the place of field and source */
             note_alone(t->worker, REQUESTING, t->assigned, (int32_t)number, (int32_t)epoch, begin, now_ns());
     }
 }
 
-/* Whether the consumer can do something of a batch. Holds the lock. */
+/* Whether the consumer can work on a batch. Called with the lock held. */
 static int can_help(const Queue *queue, const Job *job)
 {
     return is_open(job) && (job->state != TO_PLAN || job->is_own || job->wish.serial != queue->awaited);
 }
 
-/* Of which batch the consumer does something while it waits for one: of that; or, where threads have just
-   begun with it, of a later one, and of that as long as there is something, since this core has it in its
-   caches. NULL: of none. Holds the lock. */
+/* The batch that the consumer works on while it waits for `job`: that one or, if threads have just begun
+   it, a later one. It stays with a batch (`helped`) while that has work left, because this core has it in
+   its caches. NULL: none. Called with the lock held. */
 static Job *job_to_help(const Turns *t, Job *job, Job *helped)
 {
     const Queue *queue = t->queue;
@@ -205,15 +205,15 @@ static Job *job_to_help(const Turns *t, Job *job, Job *helped)
         return helped;
     if (is_open(job))
         return (helps || job->is_own) && can_help(queue, job) ? job : NULL;
-    /* What takes longer than the rest of the batch would keep the consumer from handing its slot back. */
+    /* Work that takes longer than the rest of `job` would delay handing back the slot of `job`. */
     Job *later = helps && now_ns() - job->begun_ns < queue->fill_ns / 4 ? next_job(t->queue) : NULL;
     return later != NULL && can_help(queue, later) ? later : NULL;
 }
 
 enum Help { LEFT_TO_PYTHON = -1, HAS_NOT_WAITED, LOOKS_AGAIN, HAS_HELPED };
 
-/* Without the GIL: do something for a batch, or wait until something happens. HAS_NOT_WAITED, though
-   `may_wait`: for Python to look for signals first. */
+/* Works on a batch, or waits for an event, without the GIL. Returns HAS_NOT_WAITED if it would have to
+   sleep but not `may_sleep`: Python has to look for signals first. */
 static enum Help help_or_wait(Turns *t, Job *job, Job **helped_last, int may_wait, int may_sleep)
 {
     Queue *queue = t->queue;
@@ -224,11 +224,11 @@ static enum Help help_or_wait(Turns *t, Job *job, Job **helped_last, int may_wai
     Job *helped = is_ready || is_left ? NULL : job_to_help(t, job, *helped_last);
     *helped_last = helped;
     int64_t next = helped ? advance(queue, helped, t->worker, t->is_alone != 0) : NEXT_NOTHING;
-    int is_left_over = next >= 0; /* Python has to do the rest, once a thread has found it out again */
+    int is_left_over = next >= 0; /* Python has to do the rest; a thread will plan it again */
     if (is_left_over)
         helped->state = TO_PLAN, helped->is_own = 0;
-    /* Threads may sleep, and nobody was woken for what is open of a batch now: of a later one; or of this
-       one, where batches have begun to take longer since it was planned here. */
+    /* Threads may be asleep, and none was woken for the open work here: that of a later batch; or of this
+       one, if batches have become slower since it was planned here. */
     const Job *left = helped ? helped : job;
     int is_offered = !is_ready && (is_left_over || helped != job) && is_open(left);
     int wakes = is_offered && (offer(queue) || is_left_over);
@@ -249,15 +249,16 @@ static enum Help help_or_wait(Turns *t, Job *job, Job **helped_last, int may_wai
     return may_sleep ? LOOKS_AGAIN : HAS_NOT_WAITED;
 }
 
-/* Tell who has closed the reader meanwhile that all have left it. Returns 0 if that raised: a signal
-   handler, say, before anything was told. So it is told again; else who closes would wait for ever. */
+/* Calls `on_left` when all have left a reader that was closed meanwhile. Returns 0 if that raised: a signal
+   handler, say, before anything was done. So it is tried again, or the closing thread would wait
+   forever. */
 static int tell_left(Turns *t)
 {
     Object *on_left = t->is_lent ? NULL : t->on_left, *error[3];
     if (on_left == NULL || t->is_inside || t->num_reading)
         return 1;
     t->on_left = NULL;
-    Py_IncRef(on_left); /* its owner may be gone by the second time */
+    Py_IncRef(on_left); /* its owner may be gone before the second call */
     Object *result = PyObject_CallFunctionObjArgs(on_left, NULL);
     int is_told = result != NULL;
     PyErr_Fetch(&error[0], &error[1], &error[2]);
@@ -265,12 +266,12 @@ static int tell_left(Turns *t)
         PyErr_Clear();
         result = PyObject_CallFunctionObjArgs(on_left, NULL);
     }
-    PyErr_Restore(error[0], error[1], error[2]); /* the first one, which replaces others */
+    PyErr_Restore(error[0], error[1], error[2]); /* the first error; it replaces later ones */
     Py_DecRef(result), Py_DecRef(on_left);
     return is_told;
 }
 
-/* Wait for the next batch. Returns 1 where it is there; 0 where Python is to go on; -1: it raised. */
+/* Waits for the next batch. Returns 1 if it is ready; 0 if Python has to go on; -1 with an exception. */
 static int await_next(Turns *t, int may_wait)
 {
     Job *job = job_of(t, t->next), *helped = NULL;
@@ -290,21 +291,21 @@ static int await_next(Turns *t, int may_wait)
         void *thread = PyEval_SaveThread();
         do
             done = help_or_wait(t, job, &helped, may_wait, may_sleep);
-        while (done == HAS_HELPED); /* without the GIL, which others may keep for long */
+        while (done == HAS_HELPED); /* keeps off the GIL, which others may hold for long */
         PyEval_RestoreThread(thread);
         t->is_inside = 0;
     }
     return tell_left(t) ? 0 : -1;
 }
 
-/* Return what a batch delivers, by name; NULL, without an exception: there is no memory. */
+/* Returns the views that a batch delivers, by name; NULL, without an exception, if out of memory. */
 static Object *views_of(const Turns *t, int64_t serial, int64_t count)
 {
     Object *part = count == t->count ? t->part : NULL;
     return new_views(t->names, PyTuple_GetItem(t->arrays, t->slot_of[serial % t->num_slots]), part, count);
 }
 
-/* Return a batch with some members set; `index` may be NULL. */
+/* Returns a new batch with some attributes set; `index` may be NULL. */
 static Object *batch_of(const Turns *t, Object *later, Object *size, Object *index, Object *views)
 {
     Object *batch = PyType_GenericAlloc(t->type, 0);
@@ -317,8 +318,8 @@ static Object *batch_of(const Turns *t, Object *later, Object *size, Object *ind
     return NULL;
 }
 
-/* Have the caller's streams wait for a batch, or, if they are done with it, be waited for, where batches are
-   uploaded. Returns 0 where the GPU fails: Python says so. */
+/* If batches are uploaded: makes the caller's streams wait for a batch or, if they `are_done` with it,
+   makes its slot's next upload wait for them. Returns 0 if the GPU fails: Python then reports that. */
 static int order_streams(const Turns *t, int64_t serial, void *const *streams, int64_t count, int are_done)
 {
     const Uploads *uploads = t->queue->uploads;
@@ -333,11 +334,11 @@ static Object *new_batch(const Turns *t)
     const Given *given = given_of(t, t->next);
     Object *run = t->run, *slot = PyLong_FromLongLong(at), *serial = PyLong_FromLongLong(t->next);
     Object *size = PyLong_FromLongLong(count);
-    int is_alike = t->next_in_run == t->next; /* as mostly */
+    int is_alike = t->next_in_run == t->next; /* the usual case */
     Object *place = is_alike ? serial : PyLong_FromLongLong(t->next_in_run);
     Object *index = given ? PyList_GetItem(t->samples, given - t->given) : NULL;
-    Py_IncRef(run); /* which a reader that is closed meanwhile would let go of; see `take` */
-    int are_plain = t->num_rows == NULL; /* others take longer, and are made when they are asked for */
+    Py_IncRef(run); /* a reader that is closed meanwhile would release it; see `take` */
+    int are_plain = t->num_rows == NULL; /* views of ragged fields take longer, and are made on access */
     Object *views = t->names && are_plain ? views_of(t, t->next, count) : NULL;
     if (views == NULL)
         views = Py_BuildValue("");
@@ -358,9 +359,9 @@ static void note_wait(Turns *t, int64_t begin)
     note_alone(t->worker, WAITING, t->next, SEVERAL, SEVERAL, begin, taken->at_ns);
 }
 
-/* Note that the batch that was just taken was the last of its epoch; not if it was before, and put back.
-   Python notes at once long epochs, and those in which it may have counted something. Returns 0 if that
-   raised. */
+/* Records that the batch just taken was the last of its epoch, unless that was recorded before it was put
+   back. Python is called at once for epochs with many waits, and those in which it may have counted
+   something. Returns 0 if that call raised an exception. */
 static int end_epoch(Turns *t)
 {
     if (!t->is_in_epoch)
@@ -378,17 +379,17 @@ static int end_epoch(Turns *t)
         return 1;
     }
     Object *on_epoch = t->on_epoch, *result;
-    Py_IncRef(on_epoch); /* which a reader that is closed meanwhile lets go of */
+    Py_IncRef(on_epoch); /* a reader that is closed meanwhile releases it */
     result = PyObject_CallFunctionObjArgs(on_epoch, NULL);
     Py_DecRef(on_epoch), Py_DecRef(result);
     if (result != NULL)
         t->changes = changes;
-    t->is_in_epoch = t->num_ends == number; /* which Python has counted, or not */
+    t->is_in_epoch = t->num_ends == number; /* unless Python has counted the end */
     return result != NULL;
 }
 
-/* Add the rows that the ragged fields of the batch in use have, or subtract them. (Out of the way:
-   between the others it made batches of tiny rows slower.) */
+/* Adds `sign` times the rows that ragged fields have in the batch in use. (Cold, to be placed elsewhere:
+   between the other functions, it slowed down batches of tiny rows.) */
 __attribute__((noinline, cold)) static void count_rows(Turns *t, int64_t sign)
 {
     if (t->num_rows == NULL)
@@ -408,7 +409,7 @@ static void begin_epoch(Turns *t, int64_t epoch, int64_t begin)
         memcpy(t->num_rows + fields, t->num_rows, (size_t)fields * sizeof *t->num_rows);
 }
 
-/* Count the next batch as taken, whose wait began at `begin`. Returns 0 if Python raised. */
+/* Counts the next batch as taken; the wait for it began at `begin`. Returns 0 with an exception. */
 static int count_taken(Turns *t, int64_t begin)
 {
     int is_given = t->next_in_run < 0;
@@ -423,9 +424,9 @@ static int count_taken(Turns *t, int64_t begin)
     return is_given || !place.is_last || end_epoch(t);
 }
 
-/* Take the next batch, and append it to a list, the first argument. Returns whether it did: if not,
-   Python goes on; it has to wait, if the second argument is given. Behind it, where batches are uploaded,
-   are the streams on which the caller uses them; then it says itself whether it may be waited here. */
+/* Takes the next batch, and appends it to a list, the first argument. Returns whether it did; if not,
+   Python goes on, and does the waiting if there is a second argument. Where batches are uploaded, that one
+   says whether to wait here, and the streams on which the caller uses the batches follow it. */
 static Object *take(Object *self, Object *const *arguments, intptr_t count)
 {
     Turns *t = (void *)PyByteArray_AsString(self);
@@ -434,7 +435,7 @@ static Object *take(Object *self, Object *const *arguments, intptr_t count)
         return PyBool_FromLong(0);
     int64_t begin = now_ns(), num_streams = count > 2 ? count - 2 : 0;
     int may_wait = num_streams ? PyLong_AsLongLong(arguments[1]) != 0 : count == 1;
-    void *streams[MAX_STREAMS]; /* not the turns', which another thread may try to take meanwhile */
+    void *streams[MAX_STREAMS]; /* local: another thread may call `take` meanwhile */
     for (int64_t i = 0; i < num_streams; i++)
         streams[i] = (void *)(uintptr_t)PyLong_AsLongLong(arguments[2 + i]);
     if (t->held >= 0 && !order_streams(t, t->held, streams, num_streams, 1))
@@ -450,7 +451,7 @@ static Object *take(Object *self, Object *const *arguments, intptr_t count)
     Object *batch = status ? new_batch(t) : NULL;
     if (status && batch == NULL)
         return NULL;
-    int is_taken = batch != NULL && t->is_lent; /* collecting garbage may close a reader */
+    int is_taken = batch != NULL && t->is_lent; /* garbage collection may close a reader */
     if (is_taken)
         note_wait(t, begin);
     if (is_taken && PyList_Append(arguments[0], batch) != 0)
@@ -461,8 +462,8 @@ static Object *take(Object *self, Object *const *arguments, intptr_t count)
     return is_taken < 0 ? NULL : PyBool_FromLong(is_taken);
 }
 
-/* Return what the batch in use delivers, by name, with its serial and size given: it may have been taken
-   before this run. None: that is another one, or Python is to make it. */
+/* Returns the views of the batch in use, by name, given its serial and size; it may have been taken before
+   this run. None: another batch is in use, or Python has to make the views. */
 static Object *deliver(Object *self, Object *const *arguments, intptr_t count)
 {
     (void)count;
@@ -470,15 +471,15 @@ static Object *deliver(Object *self, Object *const *arguments, intptr_t count)
     int64_t serial = PyLong_AsLongLong(arguments[0]), size = PyLong_AsLongLong(arguments[1]);
     Object *views = NULL, *run = t->run;
     if (t->is_lent && t->names && serial == t->held) {
-        Py_IncRef(run); /* see new_batch */
+        Py_IncRef(run); /* as in new_batch */
         views = views_of(t, serial, size);
         Py_DecRef(run);
     }
     return views ? views : Py_BuildValue("");
 }
 
-/* Have the batch that was taken last be the next one again. Returns whether it is; nothing can come
-   between, as this is one call for Python. */
+/* Makes the batch taken last the next one again. Returns whether it did. Nothing can come in between,
+   because this is a single call for Python. */
 static Object *put_back(Object *self, Object *const *arguments, intptr_t count)
 {
     (void)arguments, (void)count;

@@ -1,22 +1,22 @@
 /* Computes the order of order/window.py, which explains it.
 
-   It is made in blocks of some groups of rounds. Which sample of a block comes where is found by
-   sorting hashes; this is kept for the batches that take parts of the block. Samples of a group are
-   put into buckets first, by the upper bits of their hashes, and each bucket is sorted when a batch
-   needs it first: so no batch waits until all of a large block is sorted. */
+   The order is computed in blocks of several groups of rounds. Sorting hashes gives the order of a
+   block's samples, which is kept for all batches that take parts of the block. The samples of a group
+   are first put into buckets by the upper bits of their hashes; each bucket is sorted when a batch
+   first needs it, so that no batch waits until all of a large block is sorted. */
 
 typedef struct {
-    const int64_t *unit, *count; /* [num_units], as the units start */
-    const uint64_t *names;       /* of these: see name_by */
-    const int64_t *bounds;       /* by unit: its first sample, and behind the last unit */
-    const int64_t *delay;        /* [size], ascending */
-    const int64_t *begin;        /* by block: its first position, and behind the last block */
-    const int64_t *drawn;        /* what the numbers stand for that come of all this; or NULL */
-    /* Square roots, rounded up, of the sizes of units, by unit; NULL: units have `size` samples, whose
-       root is `root`, but the last one may have fewer. */
+    const int64_t *unit, *count; /* [num_units], in the order in which units start */
+    const uint64_t *names;       /* [num_units]: hashes of `unit`; see name_by */
+    const int64_t *bounds;       /* by unit: its first sample; then the end of the last unit */
+    const int64_t *delay;        /* [size], ascending: rounds after the start of a unit */
+    const int64_t *begin;        /* by block: its first position; then the end of the last block */
+    const int64_t *drawn;        /* the samples that the results stand for; NULL: themselves */
+    /* By unit: the square root of its size, rounded up. NULL: units have `size` samples, with the root
+       `root`, except that the last one may have fewer, with `last_root`. */
     const uint64_t *roots;
     uint64_t root, last_root;
-    /* skip: samples of the first unit that another piece has; num_samples: of all units. */
+    /* skip: samples of the first unit that belong to the piece before; num_samples: of all units. */
     int64_t num_units, size, window, group_rounds, block_rounds, num_blocks, skip, num_samples;
     Store *blocks;
     uint64_t keys[ROUNDS];
@@ -27,17 +27,17 @@ ALWAYS_INLINE uint64_t name_by(const uint64_t *keys, uint64_t number)
     return hash64(hash64(number + keys[0]) ^ keys[1]);
 }
 
-/* Samples of a block that are sorted: of each its hash, of 63 bits, without the upper bits that all of
-   them share, and with its place in the block for the lower `bits`. Where the others are equal, which
-   is rare, the whole hashes decide. */
+/* Keys for sorting the samples of a bucket: the upper bits of each sample's 63-bit hash (minus the bits
+   shared by the whole bucket), with its place in the block in the lower `bits`. If the upper bits are
+   equal, which is rare, the whole hashes decide. */
 typedef struct {
     const uint64_t *keys;
-    uint64_t *found, *spare, first; /* first: the number of the sample that has place 0 */
+    uint64_t *found, *spare, first; /* first: number of the sample at place 0 */
     int64_t count;
     int bits;
 } Sorted;
 
-/* The bits that numbers below `count` take. */
+/* Number of bits of the numbers below `count`. */
 static int bits_below(int64_t count)
 {
     int bits = 1;
@@ -58,7 +58,7 @@ static int comes_after(const Sorted *g, uint64_t one, uint64_t other)
     return one > other;
 }
 
-/* Sort by as many of the upper bits as tell most hashes apart, then one by one. */
+/* Radix sort by enough of the upper bits to tell most hashes apart, then insertion sort. */
 static void sort_found(Sorted *g)
 {
     uint32_t begin[1 << 11];
@@ -99,12 +99,12 @@ static void sort_found(Sorted *g)
 enum { BUCKET_SAMPLES = 512, MOST_BUCKET_BITS = 12 };
 enum BucketState { UNSORTED = 0, IN_SORTING, IS_SORTED };
 
-/* A block in memory. `bits`: of hashes, which tell the buckets of a group apart. */
+/* A block in memory. `bits`: number of upper hash bits that tell the buckets of a group apart. */
 typedef struct {
-    uint32_t *places; /* in the block; by bucket, and in their order in those that are sorted */
-    uint32_t *begin;  /* by bucket: the first position, and behind the last one */
+    uint32_t *places; /* places in the block, bucket by bucket; those of sorted buckets are in order */
+    uint32_t *begin;  /* by bucket: its first position; then the end of the last one */
     _Atomic uint8_t *states;
-    uint64_t first; /* the number of the sample that has place 0 */
+    uint64_t first; /* number of the sample at place 0 */
     int64_t num_buckets, most_samples, nbytes;
     int bits;
 } Block;
@@ -135,7 +135,7 @@ ALSO_FOR_AVX512(list_buckets,
                 (const Window *w, const Block *b, int64_t begin, int64_t end, uint16_t *buckets),
                 (w, b, begin, end, buckets))
 
-/* The samples of a unit that come at most so many rounds after it starts. */
+/* Number of a unit's samples that come at most `rounds` rounds after it starts. */
 static int64_t num_delayed(const Window *w, int64_t rounds)
 {
     int64_t low = -1, high = w->size;
@@ -143,8 +143,8 @@ static int64_t num_delayed(const Window *w, int64_t rounds)
     return high;
 }
 
-/* List the buckets of a group's samples, of which some are missing: these have one behind all others.
-   Those before `begin` and from `end` on, where these are put, are missing, too. */
+/* Lists the buckets of a group's samples, of which some are missing: these get a bucket after all
+   others. Sets `begin` and `end`; samples outside of them are missing, too. */
 static void list_some(const Window *w, const Block *b, int64_t first_round, int64_t *begin,
                       int64_t *end, uint16_t *buckets)
 {
@@ -166,7 +166,7 @@ static void list_some(const Window *w, const Block *b, int64_t first_round, int6
     }
 }
 
-/* Put the samples of a block into buckets; 0: there is no memory. */
+/* Puts the samples of a block into buckets. Returns 0 if memory allocation fails. */
 static int fill_block(const Window *w, const Block *b, int64_t number)
 {
     const int64_t each = w->group_rounds * w->size, num_buckets = 1 << b->bits;
@@ -183,13 +183,13 @@ static int fill_block(const Window *w, const Block *b, int64_t number)
                       buckets);
         memset(next, 0, (size_t)(num_buckets + 1) * sizeof *next);
         for (int64_t i = begin; i < end; i++) {
-            if (i % 16 == 0) /* rows have taken the caches since a block was here before */
+            if (i % 16 == 0) /* rows have evicted the previous block from the caches */
                 __builtin_prefetch(b->places + *bound + (i - begin), 1);
             next[buckets[i]]++;
         }
         for (int64_t i = 0; i < num_buckets; i++, bound++)
             bound[1] = *bound + next[i], next[i] = *bound;
-        next[num_buckets] = *bound; /* where the next group begins, which has this place again */
+        next[num_buckets] = *bound; /* missing ones are overwritten by the next group */
         for (int64_t i = begin; i < end; i++)
             b->places[next[buckets[i]]++] = (uint32_t)i;
     }
@@ -210,7 +210,7 @@ ALWAYS_INLINE void hash_places_inline(Sorted *g, const uint32_t *places, int sha
 
 ALSO_FOR_AVX512(hash_places, (Sorted * g, const uint32_t *places, int shared), (g, places, shared))
 
-/* Sort a bucket; 0: there is no memory. */
+/* Sorts a bucket. Returns 0 if memory allocation fails. */
 static int sort_bucket(const Window *w, const Block *b, int64_t bucket)
 {
     uint32_t *places = b->places + b->begin[bucket];
@@ -228,8 +228,8 @@ static int sort_bucket(const Window *w, const Block *b, int64_t bucket)
     return 1;
 }
 
-/* See that some positions of a block are sorted. The thread that sorts a bucket does not wait for
-   anything, so others that need it look until it has. 0: there is no memory. */
+/* Sorts the buckets with positions `begin` to `end` of a block. A thread that sorts one never waits
+   meanwhile, so others that need it spin until it is done. Returns 0 if memory allocation fails. */
 static int sort_buckets(const Window *w, const Block *b, int64_t begin, int64_t end)
 {
     int64_t bucket = 0, behind = b->num_buckets;
@@ -252,20 +252,20 @@ static int sort_buckets(const Window *w, const Block *b, int64_t begin, int64_t 
     return 1;
 }
 
-/* Find the samples at some places of a block whose first round is given, several at a time; those of
-   units of `size` samples are found sooner. (Quotients of doubles are exact: none is rounded up to a
-   number.) */
+/* Finds the samples at some places of a block, given its first round, `lanes` at a time; it is faster
+   if all units have `size` samples. Returns how many it did. (Quotients of doubles are safe: none is
+   rounded up to an integer.) */
 ALWAYS_INLINE int64_t find_lanes(const Window *w, int64_t first_round, const uint32_t *places,
                                  int64_t count, Domain d, int lanes, int has_avx2, int64_t *samples)
 {
     const double size = (double)w->size, window = (double)w->window;
     const int is_even = w->roots == NULL;
     int64_t done = 0;
-    (void)has_avx2; /* where nothing is compiled for AVX2 */
+    (void)has_avx2; /* unused without AVX2 */
     for (; done + lanes <= count; done += lanes) {
         uint64_t x[MAX_LANES], names[MAX_LANES], own[2][MAX_LANES];
         int64_t unit[MAX_LANES], first[MAX_LANES], sizes[MAX_LANES], differ = 0, are_outside = 0;
-        int32_t place[MAX_LANES], start[MAX_LANES]; /* each loop is simple, so it is done in vectors */
+        int32_t place[MAX_LANES], start[MAX_LANES]; /* loops are simple, to be vectorized */
         memcpy(place, places + done, (size_t)lanes * sizeof *place);
         for (int j = 0; j < lanes; j++)
             start[j] = (int32_t)((double)place[j] / size);
@@ -280,7 +280,7 @@ ALWAYS_INLINE int64_t find_lanes(const Window *w, int64_t first_round, const uin
             unit[j] = w->unit[at], names[j] = w->names[at];
             x[j] += at == 0 ? (uint64_t)w->skip : 0;
         }
-        for (int j = 0; j < lanes && is_even; j++) { /* in vectors, unlike what is looked up */
+        for (int j = 0; j < lanes && is_even; j++) { /* vectorized, unlike table look-ups */
             first[j] = unit[j] * w->size;
             sizes[j] = w->num_samples - first[j];
             sizes[j] = sizes[j] < w->size ? sizes[j] : w->size;
@@ -328,7 +328,7 @@ AVX512 static int64_t find_avx512(const Window *w, int64_t first_round, const ui
 AVX2 static int64_t find_avx2(const Window *w, int64_t first_round, const uint32_t *places,
                               int64_t count, Domain d, int64_t *samples)
 {
-    /* Most of them 32 at a time: the compiler unrolls loops of 16, and has no vectors then. */
+    /* Mostly 32 at a time: the compiler unrolls loops of 16, and then does not vectorize them. */
     int64_t i = find_lanes(w, first_round, places, count, d, MAX_LANES, 1, samples);
     return i + find_lanes(w, first_round, places + i, count - i, d, AVX2_LANES, 1, samples + i);
 }
@@ -349,8 +349,8 @@ static void find_places(const Window *w, int64_t first_round, const uint32_t *pl
     find_lanes(w, first_round, places + i, count - i, d, 1, 0, samples + i);
 }
 
-/* Compute the samples at `count` positions from `start` on, all of which the order has; 0: there is no
-   memory for it. */
+/* Computes the samples at `count` positions from `start` on, all of which must exist. Returns 0 if
+   memory allocation fails, or a block or window is too large. */
 PUBLIC int64_t h5async_window_samples(const Window *w, int64_t *samples, int64_t start, int64_t count)
 {
     const int64_t all = count;
@@ -361,7 +361,7 @@ PUBLIC int64_t h5async_window_samples(const Window *w, int64_t *samples, int64_t
         Kept *kept = NULL;
         const int64_t nbytes = block_at(w, number, NULL).nbytes;
         enum Claim claim = claim_chunk(w->blocks, (uint64_t)number, nbytes, 1, &kept);
-        uint8_t *own = kept ? NULL : malloc((size_t)nbytes); /* where threads use all that is kept */
+        uint8_t *own = kept ? NULL : malloc((size_t)nbytes); /* if all that may be kept is in use */
         const Block b = block_at(w, number, kept ? kept->data : own);
         if (claim == CLAIMED) {
             is_good = fill_block(w, &b, number);
