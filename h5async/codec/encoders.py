@@ -114,13 +114,13 @@ def _parse_filter(word: str, text: str) -> Filter:
     spelling = _SPELLINGS.get({"deflate": "gzip"}.get(name, name))
     if spelling is None:
         raise ConfigError(
-            f"{named('filter', text)}: there is no filter {name!r} that h5async writes; there are "
+            f"{named('filter', text)}: h5async cannot write the filter {name!r}; choose from "
             f"{', '.join(_SPELLINGS)}, and none"
         )
     if has_level and (not level.isdigit() or int(level) not in spelling.levels):
         levels = spelling.levels
-        has = f"has levels from {levels[0]} to {levels[-1]}" if levels else "has none"
-        raise ConfigError(f"{named('filter', text)}: {level!r} is no level of {name}, which {has}")
+        has = f"has levels from {levels[0]} to {levels[-1]}" if levels else "has no levels"
+        raise ConfigError(f"{named('filter', text)}: invalid level {level!r}: {name} {has}")
     parameters = spelling.at_level(int(level)) if has_level else spelling.parameters
     return Filter(spelling.number, parameters, name)
 
@@ -291,7 +291,7 @@ def _decompress(stream: Any, data: bytes, most: int) -> Decoded:
     if not stream.eof and len(found) <= most:
         found += stream.decompress(b"", 1)  # the checksum, or one byte too many
     if not stream.eof and len(found) <= most:
-        raise ValueError("the stream was cut short")
+        raise ValueError("the stream is truncated")
     return found
 
 
@@ -307,14 +307,14 @@ def _lz4(_parameters: Parameters, data: bytes, most: int) -> Decoded:
     for _ in range(0, min(nbytes, most), block):
         at += 4 + struct.unpack_from(">I", data, at)[0]
     if at > len(data):
-        raise ValueError("a block was cut short")
+        raise ValueError("a block is truncated")
     return int(nbytes)
 
 
 def _blosc(_parameters: Parameters, data: bytes, _most: int) -> Decoded:
     nbytes, _block, stored = struct.unpack_from("<III", data, 4)
     if stored > len(data):
-        raise ValueError(f"the header says {stored} bytes, and there are {len(data)}")
+        raise ValueError(f"expected {stored} bytes according to the header, got {len(data)}")
     return int(nbytes)
 
 
@@ -382,7 +382,7 @@ def _packed_bits(parameters: Parameters, at: int) -> tuple[int, int]:
         return total, end
     if kind == _NBIT_UNCHANGED:
         return 8 * nbytes, at + 2
-    raise ValueError(f"there is no class {kind}")
+    raise ValueError(f"unknown class {kind}")
 
 
 def _scaleoffset(parameters: Parameters, data: bytes, _most: int) -> Decoded:
@@ -391,7 +391,7 @@ def _scaleoffset(parameters: Parameters, data: bytes, _most: int) -> Decoded:
     (width,) = struct.unpack_from("<I", data)
     needed = _SCALEOFFSET_HEADER_NBYTES + (parameters[2] * width + 7) // 8
     if width > 8 * parameters[4]:
-        raise ValueError(f"its header says numbers of {width} bits")
+        raise ValueError(f"its header has an invalid width of {width} bits")
     if len(data) < needed:
         raise ValueError(f"expected {needed} bytes, got {len(data)}")
     return parameters[2] * parameters[4]

@@ -113,7 +113,7 @@ def _jpeg_header(array: NDArray[np.uint8]) -> ImageHeader:
             return ImageHeader(False, height, width, components, depth)
         else:
             at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
-    raise ValueError("is a JPEG without a frame, or cut off before it")
+    raise ValueError("is a JPEG without a frame, or truncated before it")
 
 
 def _check_end(data: memoryview, at: int) -> None:
@@ -123,7 +123,7 @@ def _check_end(data: memoryview, at: int) -> None:
         if data[at + 1] == _END:
             return
         at += 2 + int.from_bytes(data[at + 2 : at + 4], "big") if at + 4 <= len(data) else len(data)
-    raise ValueError("is a JPEG that was cut off: its end is missing")
+    raise ValueError("is a truncated JPEG: its end is missing")
 
 
 def decode_rgb(data: NDArray[np.uint8], header: ImageHeader, out: NDArray[np.uint8]) -> None:
@@ -152,12 +152,12 @@ def _decode_png(data: NDArray[np.uint8], header: ImageHeader, out: NDArray[np.ui
     if pixels.ndim == 2:
         pixels = pixels[..., np.newaxis]
     if pixels.shape[:2] != header.shape[:2]:
-        raise ValueError(f"it has {pixels.shape[:2]} pixels and declares {header.shape[:2]}")
+        raise ValueError(f"got {pixels.shape[:2]} pixels, but its header says {header.shape[:2]}")
     is_grey = pixels.shape[2] < CHANNELS
     if pixels.dtype == np.uint16:
         if not data[_COLOR_TYPE]:  # grey without alpha; Pillow treats grey with alpha like colours
             raise ValueError(
-                "it has 16 bits of grey, which 8 bits do not hold; store such images as arrays"
+                "16-bit greyscale does not fit in 8 bits; store these images as arrays"
             )
         pixels = pixels >> 8
     # Like Pillow, drop transparency.
@@ -180,7 +180,7 @@ class _Warnings(threading.local, logging.Filter):
         if "Interlace handling" not in message:
             number = next(self._count)
             level = logging.WARNING if number == 1 else logging.DEBUG
-            text = "an image was decoded, but: %s (warning %d of libpng; later ones: level DEBUG)"
+            text = "an image was decoded, but: %s (libpng warning %d; later ones: level DEBUG)"
             _log.log(level, text, message, number)
         return False
 
@@ -192,7 +192,7 @@ logging.getLogger("imagecodecs").addFilter(_warnings)
 def _rgb_of_cmyk(cmyk: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
     """Convert CMYK, stored inverted as Adobe does, with Pillow's integer arithmetic."""
     if (*cmyk.shape[:2], CHANNELS) != out.shape:
-        raise ValueError(f"it has pixels {cmyk.shape} and declares {out.shape}")
+        raise ValueError(f"got pixels of shape {cmyk.shape}, but its header says {out.shape}")
     black = cmyk[..., 3:].astype(np.int32)
     product = (255 - cmyk[..., :3].astype(np.int32)) * black + 128
     np.copyto(out, np.maximum(black - (((product >> 8) + product) >> 8), 0), casting="unsafe")

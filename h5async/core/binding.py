@@ -442,9 +442,8 @@ def _core_or_reason() -> Core | str:
             return Core(Path(chosen))
         except OSError as error:
             raise ConfigError(
-                f"the environment variable H5ASYNC_CORE={chosen} names no core that can be loaded"
-                f" ({error}); unset it to use the core that was installed, or set it to 0 to use"
-                " none"
+                f"the environment variable H5ASYNC_CORE={chosen} does not name a loadable core"
+                f" ({error}); unset it to use the installed core, or set it to 0 to use none"
             ) from error
     why = "is missing"
     for path in _installed():
@@ -454,7 +453,7 @@ def _core_or_reason() -> Core | str:
             if interruption(error) is not None:
                 raise
             why = f"cannot be loaded ({error})"
-    install = "install h5async where a C compiler is, or from a wheel for this platform"
+    install = "build h5async with a C compiler, or install a wheel for this platform"
     return f"the compiled core {why}: {_COST}; {install}"
 
 

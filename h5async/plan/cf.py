@@ -233,7 +233,7 @@ def cf_decoder(layout: DatasetLayout, where: str) -> CfDecoder | None:
     if layout.dtype.kind not in "iuf" or layout.member:
         what = f"a member of a compound, {layout.dtype}" if layout.member else str(layout.dtype)
         raise ConfigError(
-            f"{where}: decode_cf unpacks datasets of integers and floats, and this is {what};"
+            f"{where}: decode_cf unpacks datasets of integers and floats, but this is {what};"
             " leave decode_cf out"
         )
     several = [unpacking(found, layout.dtype, where) for _, found in layout.cf]

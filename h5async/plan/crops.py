@@ -248,9 +248,9 @@ def require_same_places(several: Iterable[Places | None]) -> None:
         if places.key != first.key:
             group = f"crop_group={places.crop.group!r}" if places.crop.group else "no crop_group"
             raise ConfigError(
-                f"{first.where} and {places.where} have {group}, and so are cropped and flipped"
-                f" together, but differ: {first.key[1]} of {first.key[0]} elements are taken, and"
-                f" {places.key[1]} of {places.key[0]}, with flips {first.crop.flips} and"
+                f"{first.where} and {places.where} have {group}, so they are cropped and flipped"
+                f" together, but they differ: crops of {first.key[1]} from {first.key[0]} elements,"
+                f" and of {places.key[1]} from {places.key[0]}, with flips {first.crop.flips} and"
                 f" {places.crop.flips}; make them equal, or give one of them another crop_group"
             )
 
@@ -263,7 +263,7 @@ def _region_of(field: Field, layout: DatasetLayout) -> DatasetLayout:
         wanted[at] = range(size)[bounds.slice]
         if not wanted[at]:
             raise ConfigError(
-                f"{_where(layout)}: region leaves nothing of dimension {bounds.dimension!r},"
+                f"{_where(layout)}: region selects nothing of dimension {bounds.dimension!r},"
                 f" which has {size} elements; choose another slice than {bounds.slice}"
             )
     return cut_rows(layout, wanted)
