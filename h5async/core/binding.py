@@ -129,7 +129,7 @@ class Event(IntEnum):
     """Why a call did not do its work, or why its work is invalid."""
 
     NONE = 0
-    CHANGED = 1  # the file is not what was indexed
+    CHANGED = 1  # the file has changed since it was indexed
     FAULTED = 2  # a page of the map cannot be read
     STOPPED = 3  # the reader is being closed
 

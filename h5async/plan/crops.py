@@ -224,7 +224,7 @@ def parts_of_rows(
     """
     if field.region is not None:
         layout = _region_of(field, layout)
-    is_plain = type(field) is Field  # others have a crop of what is decoded
+    is_plain = type(field) is Field  # other kinds crop after decoding
     if not is_plain or (field.crop is None and not field.flip):
         return layout, None
     crop, count = _crop_of(field, layout)
