@@ -264,7 +264,7 @@ def test_options_survive_files(tmp_path: Path, stored: tuple[Path, np.ndarray]):
         ({"x": Field("ends", crop=1)}, "rows have none"),
         (
             {"x": Field("chunks", crop=4), "y": Field("across", crop=5)},
-            "no crop_group, and so are cropped and flipped together, but differ",
+            "no crop_group, so they are cropped and flipped together, but they differ",
         ),
         ({"x": Field("chunks", crop=4), "x_crop": "ends"}, "crop delivers 'x_crop'"),
     ],

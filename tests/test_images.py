@@ -121,7 +121,7 @@ def test_of_16_bits_of_colour_the_upper_8_are_taken():
 
 def test_16_bits_of_grey_are_refused():
     data = png(1, 1, 16, 0, b"\0\1\2")
-    with pytest.raises(ValueError, match="16 bits of grey"):
+    with pytest.raises(ValueError, match="16-bit greyscale"):
         decoded(data)
 
 
@@ -438,8 +438,8 @@ BROKEN = {
     "no image": (b"GIF89a" + bytes(90), "neither a JPEG nor a PNG"),
     "cut off": (GOOD[: len(GOOD) // 2], "its end is missing"),
     "a byte short": (GOOD[:-1], "its end is missing"),
-    "cut off in its header": (GOOD[:30], "cut off before it"),
-    "only the start": (GOOD[:3], "cut off before it"),
+    "cut off in its header": (GOOD[:30], "truncated before it"),
+    "only the start": (GOOD[:3], "truncated before it"),
     "no markers": (GOOD[:2] + b"\xff\xe0\0\4" + bytes(50), "no marker at byte"),
     "no tables": (GOOD[:2] + GOOD[GOOD.index(b"\xff\xc0") :], "cannot be decoded"),
     "PNG cut off": (encoded(form="PNG")[:-40], "cannot be decoded"),

@@ -56,7 +56,7 @@ def test_not_built(forget, monkeypatch):
     told = binding.why_no_core()
     assert told.startswith("the compiled core is missing: ")
     assert COST in told
-    assert told.endswith("install h5async where a C compiler is, or from a wheel for this platform")
+    assert told.endswith("build h5async with a C compiler, or install a wheel for this platform")
 
 
 def test_a_source_tree_without_a_core_takes_the_installed_one(core, forget, monkeypatch, tmp_path):

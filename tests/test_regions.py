@@ -169,7 +169,7 @@ def test_of_several_files_and_virtual_datasets(tmp_path: Path):
         ({}, ConfigError, "must map dimensions to slices"),
         ({1: 4}, ConfigError, "must map dimensions to slices"),
         ((slice(4), slice(4)), ConfigError, "must map dimensions to slices"),
-        ({1: slice(4, 2)}, ConfigError, "region leaves nothing of dimension 1, which has 23"),
+        ({1: slice(4, 2)}, ConfigError, "region selects nothing of dimension 1, which has 23"),
         ({1: slice(9, 0, -1)}, ConfigError, "steps are 1 or more"),
         ({0: slice(4)}, ConfigError, "dimension 0 counts the samples"),
         ({3: slice(4)}, ConfigError, "there is no dimension 3"),

@@ -1,1 +1,1 @@
-"""Says how HDF5 filters are undone; decodes images."""
+"""Describes how HDF5 filters are undone, and decodes images."""

@@ -1,11 +1,11 @@
-"""What Python does of filters: spells pipelines, encodes chunks, and finds their decoded lengths.
+"""Parses and formats filter pipelines, encodes chunks, and finds their decoded lengths, in Python.
 
-A pipeline is spelled ``shuffle+gzip:4``: filters joined by ``+``, each with its level, if it has
-any. `find_encoder` returns a function that encodes without the GIL.
+A pipeline is spelled like ``shuffle+gzip:4``: filters joined by ``+``, each with its level, if it
+has levels. `find_encoder` returns a function that encodes without the GIL.
 
-Lengths are found where the core does not decode: HDF5 checks few of them, and if a chunk decodes
-short, it returns whatever its heap held. Only those filters are undone that state no length, or
-whose damage HDF5 does not notice.
+Lengths are checked for chunks that the core does not decode: HDF5 checks few of them, and returns
+stale heap memory for a chunk that decodes to too few bytes. Only those filters are undone here that
+do not store the decoded length, or whose damage HDF5 does not detect.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ Encoded = tuple[Any, int]  # a buffer of bytes, and the mask of filters that wer
 Encode = Callable[[Bytes], Encoded]
 _EncodeOne = Callable[[Bytes], Any]
 
-_WITHOUT_SAVING = frozenset({SHUFFLE, FLETCHER32})  # filters that do not compress
+_WITHOUT_SAVING = frozenset({SHUFFLE, FLETCHER32})  # filters that never compress
 
 
 class _Spelling(NamedTuple):
     """A filter as users name it."""
 
     number: int
-    parameters: tuple[int, ...] = ()  # the last of its client data, of which HDF5 may add others
+    parameters: tuple[int, ...] = ()  # the end of its client data; HDF5 may prepend others
     levels: range = range(0)
     level_at: int = 0
-    told_by: tuple[int, ...] = ()  # the places in these that tell it from others of its number
+    told_by: tuple[int, ...] = ()  # indices that distinguish it from others of its number
 
     def at_level(self, level: int) -> tuple[int, ...]:
         """Return the client data for a level."""
@@ -71,7 +71,7 @@ class _Spelling(NamedTuple):
         return (*self.parameters[:at], level, *self.parameters[at + 1 :])
 
     def spell(self, name: str, stored: tuple[int, ...]) -> str | None:
-        """Return how client data are spelled; None if they are not of this filter."""
+        """Return the spelling of client data; None if they do not match this filter."""
         last = stored[max(0, len(stored) - len(self.parameters)) :]
         if len(last) < len(self.parameters):
             return None
@@ -114,19 +114,19 @@ def _parse_filter(word: str, text: str) -> Filter:
     spelling = _SPELLINGS.get({"deflate": "gzip"}.get(name, name))
     if spelling is None:
         raise ConfigError(
-            f"{named('filter', text)}: there is no filter {name!r} that h5async writes; there are "
+            f"{named('filter', text)}: h5async cannot write the filter {name!r}; choose from "
             f"{', '.join(_SPELLINGS)}, and none"
         )
     if has_level and (not level.isdigit() or int(level) not in spelling.levels):
         levels = spelling.levels
-        has = f"has levels from {levels[0]} to {levels[-1]}" if levels else "has none"
-        raise ConfigError(f"{named('filter', text)}: {level!r} is no level of {name}, which {has}")
+        has = f"has levels from {levels[0]} to {levels[-1]}" if levels else "has no levels"
+        raise ConfigError(f"{named('filter', text)}: invalid level {level!r}: {name} {has}")
     parameters = spelling.at_level(int(level)) if has_level else spelling.parameters
     return Filter(spelling.number, parameters, name)
 
 
 def spell_filters(filters: Sequence[Filter]) -> str:
-    """Return how a pipeline is spelled; filters without a spelling have their names."""
+    """Return the spelling of a pipeline, with just the names of filters that have none."""
     spelled = []
     for entry in filters:
         same = ((name, one) for name, one in _SPELLINGS.items() if one.number == entry.number)
@@ -136,7 +136,7 @@ def spell_filters(filters: Sequence[Filter]) -> str:
 
 
 def set_filters(plist: h5py.h5p.PropDCID, filters: Sequence[Filter]) -> None:
-    """Give a dataset that is to be created a pipeline."""
+    """Add a pipeline to the creation properties of a dataset."""
     for entry in filters:
         if not is_known_to_hdf5(entry):
             raise MissingPackageError(
@@ -148,8 +148,8 @@ def set_filters(plist: h5py.h5p.PropDCID, filters: Sequence[Filter]) -> None:
 def find_encoder(filters: Sequence[Filter]) -> Encode | None:
     """Return a function that encodes chunks as the filters of a dataset do; None if HDF5 has to.
 
-    `filters` are those of the dataset after its creation. The function may be called in several
-    threads. What a filter does not make smaller is left out of it.
+    `filters` are read from the dataset after its creation. The function is thread-safe. It skips a
+    filter for a chunk that the filter does not shrink.
     """
     found = [_find(entry) for entry in filters]
     encoders = [one for one in found if one is not None]
@@ -194,7 +194,7 @@ def _find(entry: Filter) -> _EncodeOne | None:
 
 
 def _shuffle(element: int, chunk: Bytes) -> Any:
-    """Put first bytes of all elements first, then the second ones; what is left over comes last."""
+    """Group the first bytes of all elements, then the second ones, and so on; the rest is last."""
     whole = len(chunk) // element * element
     out = np.empty_like(chunk)
     out[:whole].reshape(element, -1)[...] = chunk[:whole].reshape(-1, element).T
@@ -225,7 +225,7 @@ _libc.free.restype, _libc.free.argtypes = None, [c_void_p]
 def _call_plugin(
     function: Any, values: Any, turns: threading.Lock | None, chunk: Bytes
 ) -> bytes | None:
-    """Encode as HDF5 does, on memory of malloc, which the plugin may replace by its own."""
+    """Encode as HDF5 does, on memory from malloc, which the plugin may replace with its own."""
     buffer, room = c_void_p(_libc.malloc(len(chunk))), c_size_t(len(chunk))
     if not buffer.value:
         raise MemoryError
@@ -251,18 +251,17 @@ _BLOCKS = (8, 16, 32, 64)  # of pixels
 _SCALEOFFSET_HEADER_NBYTES = 21
 _NBIT_ATOMIC, _NBIT_ARRAY, _NBIT_COMPOUND, _NBIT_UNCHANGED = range(1, 5)  # of H5Znbit.c
 
-Decoded = bytes | int  # decoded bytes, or their number if that is enough
+Decoded = bytes | int  # decoded bytes, or just their number if that is enough
 
 
 def decoded_nbytes(
     filters: tuple[Filter, ...], mask: int, encoded: bytes, nbytes: int, most: int
 ) -> int | None:
-    """Return how many bytes a chunk decodes to; None if that is not known.
+    """Return the number of bytes that a chunk decodes to; None if it is unknown.
 
-    If bit i of `mask` is set, filter i was not applied. More than `nbytes`, or between two filters
-    more than `most`, may be reported as an error.
-
-    `ValueError` is raised if the bytes are damaged.
+    If bit i of `mask` is set, filter i was not applied. `ValueError` is raised if the bytes are
+    damaged. It may be raised, too, if the chunk decodes to more than `nbytes`, or to more than
+    `most` between two filters.
     """
     found: Decoded = encoded
     applied = [entry for bit, entry in enumerate(filters) if not mask >> bit & 1]
@@ -292,7 +291,7 @@ def _decompress(stream: Any, data: bytes, most: int) -> Decoded:
     if not stream.eof and len(found) <= most:
         found += stream.decompress(b"", 1)  # the checksum, or one byte too many
     if not stream.eof and len(found) <= most:
-        raise ValueError("the stream was cut short")
+        raise ValueError("the stream is truncated")
     return found
 
 
@@ -308,14 +307,14 @@ def _lz4(_parameters: Parameters, data: bytes, most: int) -> Decoded:
     for _ in range(0, min(nbytes, most), block):
         at += 4 + struct.unpack_from(">I", data, at)[0]
     if at > len(data):
-        raise ValueError("a block was cut short")
+        raise ValueError("a block is truncated")
     return int(nbytes)
 
 
 def _blosc(_parameters: Parameters, data: bytes, _most: int) -> Decoded:
     nbytes, _block, stored = struct.unpack_from("<III", data, 4)
     if stored > len(data):
-        raise ValueError(f"the header says {stored} bytes, and there are {len(data)}")
+        raise ValueError(f"expected {stored} bytes according to the header, got {len(data)}")
     return int(nbytes)
 
 
@@ -325,14 +324,14 @@ def _bitshuffle(parameters: Parameters, data: bytes, _most: int) -> Decoded:
 
 
 def _szip(parameters: Parameters, data: bytes, most: int) -> Decoded:
-    """Decode by libaec: its interface for szip, which HDF5 uses, hides that a chunk is short.
+    """Decode with libaec itself: its szip interface, which HDF5 uses, hides that a chunk is short.
 
-    Scan lines are padded to whole blocks, and samples of 4 and 8 bytes split in bytes, as in
+    Scan lines are padded to whole blocks, and 4- and 8-byte samples are split into bytes, as in
     libaec's sz_compat.c.
     """
     (nbytes,) = struct.unpack_from("<I", data)
     options, block, bits, pixels = (*parameters, 0, 0, 0, 0)[:4]
-    # Versions of libaec decode blocks of other sizes differently.
+    # Blocks of other sizes decode differently in different versions of libaec.
     if nbytes > most or not (1 <= bits <= 32 or bits == 64) or not pixels or block not in _BLOCKS:
         return int(nbytes)
     is_split = bits in (32, 64)
@@ -383,7 +382,7 @@ def _packed_bits(parameters: Parameters, at: int) -> tuple[int, int]:
         return total, end
     if kind == _NBIT_UNCHANGED:
         return 8 * nbytes, at + 2
-    raise ValueError(f"there is no class {kind}")
+    raise ValueError(f"unknown class {kind}")
 
 
 def _scaleoffset(parameters: Parameters, data: bytes, _most: int) -> Decoded:
@@ -392,7 +391,7 @@ def _scaleoffset(parameters: Parameters, data: bytes, _most: int) -> Decoded:
     (width,) = struct.unpack_from("<I", data)
     needed = _SCALEOFFSET_HEADER_NBYTES + (parameters[2] * width + 7) // 8
     if width > 8 * parameters[4]:
-        raise ValueError(f"its header says numbers of {width} bits")
+        raise ValueError(f"its header has an invalid width of {width} bits")
     if len(data) < needed:
         raise ValueError(f"expected {needed} bytes, got {len(data)}")
     return parameters[2] * parameters[4]
@@ -414,5 +413,5 @@ _LENGTHS: dict[int, Callable[[Parameters, bytes, int], Decoded]] = {
     BITSHUFFLE: _bitshuffle,
     ZSTD: lambda _, data, most: bytes(imagecodecs.zstd_decode(data, out=np.empty(most, np.uint8))),
 }
-# The bytes by which they shorten a chunk, whatever it holds.
+# Filters whose decoding removes a fixed number of bytes from any chunk.
 _PASSED_ON = {SHUFFLE: 0, FLETCHER32: _CHECKSUM_NBYTES}

@@ -1,15 +1,15 @@
-"""The registry of HDF5 filters, one entry per filter, with how the compiled core undoes it.
+"""The registry of HDF5 filters, one entry per filter, and how the compiled core undoes each.
 
 docs/architecture.md explains how to add one.
 
-One filter is of this package: it converts stored elements to NumPy's. It stands first in a
-pipeline, so that it is undone last, and gives the results of HDF5's conversion. Its parameters are
-the bytes of an element in NumPy and as stored, then `Step`s. The core alone undoes it.
+One filter is this package's own: it converts stored elements to NumPy's. It comes first in a
+pipeline, so that it is undone last, and gives the same results as HDF5's conversion. Its parameters
+are the bytes of an element in NumPy and as stored, then `Step`s. Only the core undoes it.
 
-Other filters are undone by HDF5's plugins: shared libraries whose `H5PLget_plugin_info` returns a
-filter's number and function (H5PLextern.h, H5Zdevelop.h of the HDF5 reference). The compiled core
-calls that function, without HDF5 and its lock. Plugins come from the folders where HDF5 itself
-looks for them (HDF5_PLUGIN_PATH), else from hdf5plugin: as for HDF5 after ``import hdf5plugin``.
+Other filters are undone by HDF5 filter plugins: shared libraries whose `H5PLget_plugin_info`
+returns a filter's number and function (H5PLextern.h, H5Zdevelop.h of the HDF5 reference). The core
+calls that function without HDF5 or its lock. Plugins are found in the folders where HDF5 itself
+looks for them (HDF5_PLUGIN_PATH), then in hdf5plugin: as in HDF5 after ``import hdf5plugin``.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from h5async.system.interruptions import suppressing
 DEFLATE, SHUFFLE, FLETCHER32, SZIP, NBIT, SCALEOFFSET = 1, 2, 3, 4, 5, 6
 BZIP2, LZF, BLOSC, LZ4, BITSHUFFLE, ZSTD, BLOSC2 = 307, 32000, 32001, 32004, 32008, 32015, 32026
 ZFP, SZ, FCIDECOMP, SZ3, SPERR = 32013, 32017, 32018, 32024, 32028
-_OF_INTEGERS = 2  # a kind of scaleoffset
-CONVERSION = -1  # HDF5's numbers of filters are not negative, so no file can name it
+_OF_INTEGERS = 2  # the scale type of scaleoffset for integers
+CONVERSION = -1  # HDF5's filter numbers are not negative, so no file can name it
 MOST_STEPS = 1024
 _STEP_VALUES = 13
 _LARGEST = 1 << 31  # element sizes of the core are 32-bit numbers
-_MANTISSAS = {2: 10, 4: 23, 8: 52}  # bits, by the bytes of a float of NumPy's
+_MANTISSAS = {2: 10, 4: 23, 8: 52}  # bits, by the bytes of a NumPy float
 
-# A filter's client data, as HDF5 calls them: its numbers in the pipeline message.
+# A filter's client data, in HDF5's terms: its numbers in the filter pipeline message.
 Parameters = tuple[int, ...]
 
 
@@ -66,51 +66,51 @@ class CoreKind(IntEnum):
 
 
 class CoreFilter(NamedTuple):
-    """A filter as the compiled core takes it."""
+    """A filter in the compiled core's form."""
 
     kind: CoreKind
-    element_nbytes: int = 0  # for filters that shuffle; the traits of a plugin; else 0
+    element_nbytes: int = 0  # of filters that shuffle; for a plugin, its traits; else 0
     block: int = 0  # elements of a block, for bitshuffle; 0 means the default
     library: str | None = None  # the codec library that the core calls; see core/binding.py
     values: Parameters = ()  # the client data, if the core reads them
     function: int = 0  # for a plugin, the address of the function that undoes the filter
 
 
-# For a filter that does not change elements of some types.
+# For a filter whose parameters leave the data unchanged.
 NOTHING = CoreFilter(CoreKind.NOTHING)
 
 
 class StepKind(IntEnum):
-    """What a step does: ``enum StepKind`` of core/src/stored.c."""
+    """Kinds of steps: ``enum StepKind`` of core/src/stored.c."""
 
     COPY = 0
     ENDED = 1  # a string terminated by NUL
     PADDED = 2  # a string padded with spaces
-    BITS = 3  # an integer among other bits
+    BITS = 3  # an integer in some of the bits
     FLOAT = 4  # a float of a format that NumPy lacks
 
 
 class Step(NamedTuple):
-    """Makes some values of an element."""
+    """Converts some values of each element."""
 
     kind: StepKind
-    start: int  # where values begin in the stored element,
+    start: int  # byte offset of the values in the stored element,
     to: int  # and in NumPy's
-    stored_nbytes: int  # of one value as stored,
+    stored_nbytes: int  # size of one value as stored,
     nbytes: int  # and in NumPy
-    repeats: int = 1  # adjacent values
-    is_big: bool = False  # both are big-endian
-    # For bits: their offset and number, and whether they have a sign. For a float: the bit of the
-    # sign, the first bit and the number of bits of exponent and mantissa, and the exponent's bias.
+    repeats: int = 1  # the number of adjacent values
+    is_big: bool = False  # whether both are big-endian
+    # BITS: bit offset, number of bits, and whether they are signed. FLOAT: the sign bit, the first
+    # bit and the number of bits of the exponent, the same of the mantissa, and the exponent's bias.
     given: tuple[int, ...] = ()
 
     def moved(self, start: int, to: int) -> Step:
-        """Return the same step for values that lie further on by `start` and `to` bytes."""
+        """Return the same step with its offsets increased by `start` and `to` bytes."""
         return self._replace(start=self.start + start, to=self.to + to)
 
     @property
     def is_valid(self) -> bool:
-        """Whether the core can do it."""
+        """Whether the core can do the step."""
         if self.kind <= StepKind.PADDED:
             return 0 < self.nbytes == self.stored_nbytes
         if not (0 < self.stored_nbytes <= 8 and self.nbytes in (1, 2, 4, 8)):
@@ -131,7 +131,7 @@ class Step(NamedTuple):
 
 
 def parameters_of(nbytes: int, stored_nbytes: int, steps: list[Step]) -> Parameters | None:
-    """Return the parameters of the filter, or None if the core cannot undo it."""
+    """Return the parameters of a conversion filter, or None if the core cannot undo it."""
     flat = (
         (*step[:-1], *step.given, *(0,) * (_STEP_VALUES - len(step) + 1 - len(step.given)))
         for step in steps
@@ -141,13 +141,13 @@ def parameters_of(nbytes: int, stored_nbytes: int, steps: list[Step]) -> Paramet
 
 
 def stored_filter(parameters: Parameters) -> CoreFilter | None:
-    """Return the filter as the core takes it; None if the parameters are invalid."""
+    """Return a conversion filter in the core's form; None if the parameters are invalid."""
     return CoreFilter(CoreKind.STORED, values=parameters) if _are_valid(parameters) else None
 
 
 def _are_valid(parameters: Parameters) -> bool:
     nbytes, stored_nbytes, *rest = (*parameters, 0, 0)[: max(2, len(parameters))]
-    is_sized = 0 < stored_nbytes <= nbytes < _LARGEST  # so no chunk grows as it is stored
+    is_sized = 0 < stored_nbytes <= nbytes < _LARGEST  # the stored form is never the larger one
     if not is_sized or len(rest) % _STEP_VALUES or len(rest) > MOST_STEPS * _STEP_VALUES:
         return False
     for at in range(0, len(rest), _STEP_VALUES):
@@ -172,8 +172,8 @@ _FILTER_TYPE, _CLASS_VERSION = 0, 1
 _FILTERS_MAY_BE_LOADED = 1  # of H5PLget_loading_state
 _TAKES_TURNS, _CHECKS_ITS_INPUT, _IS_BLOSC2 = 1, 2, 4  # enum PluginTrait of core/src/plugin.c
 
-# Plugins that gave h5py's values in several threads at once (tests/read/test_plugins.py), and their
-# other traits. All others take turns.
+# Plugins that gave h5py's values when called in several threads at once
+# (tests/read/test_plugins.py), with their other traits. All others take turns.
 _TRAITS = {
     BLOSC: _CHECKS_ITS_INPUT,
     LZ4: 0,
@@ -203,7 +203,7 @@ class _FilterClass(Structure):
 
 
 def plugin_filter(number: int, parameters: Parameters) -> CoreFilter | None:
-    """Return a filter that the core undoes by calling its plugin; None if there is none."""
+    """Return a filter that the core undoes through its plugin; None if there is no plugin."""
     if number == ZFP and (len(parameters) < 2 or parameters[1] & 0xFFFFFF != _ZFP_MAGIC):
         return None  # from a big-endian machine: the plugin would ask HDF5 to swap its bytes
     function = find_plugin(number)
@@ -215,7 +215,7 @@ def plugin_filter(number: int, parameters: Parameters) -> CoreFilter | None:
 
 def is_lossy(entry: Filter) -> bool:
     """Return whether a filter may change values whenever it encodes them."""
-    if entry.number == SCALEOFFSET:  # exact are integers, in as many bits as they need
+    if entry.number == SCALEOFFSET:  # lossless only for integers with automatic bit width
         return entry.parameters[:2] != (_OF_INTEGERS, 0)
     return entry.number in (ZFP, SZ, FCIDECOMP, SZ3, SPERR)
 
@@ -226,12 +226,12 @@ def find_plugin(number: int) -> int | None:
 
 
 def is_safe_in_threads(number: int) -> bool:
-    """Tell whether a plugin may be called in several threads at once."""
+    """Tell whether several threads may call a plugin at once."""
     return not _TRAITS.get(number, _TAKES_TURNS) & _TAKES_TURNS
 
 
 def _folders() -> tuple[Path, ...]:
-    """Return the folders where HDF5 looks for plugins, in its order, then that of hdf5plugin."""
+    """Return the folders where HDF5 looks for plugins, in its order, then hdf5plugin's."""
     found = []
     state = c_uint(_FILTERS_MAY_BE_LOADED)
     # HDF5_PLUGIN_PRELOAD may disable plugins. Only one thread at a time may call HDF5.
@@ -245,7 +245,7 @@ def _folders() -> tuple[Path, ...]:
 
 @lru_cache(maxsize=1)
 def folders_of_hdf5plugin() -> tuple[Path, ...]:
-    """Return the folder with the plugins of hdf5plugin; empty if it is not installed."""
+    """Return the folder with hdf5plugin's plugins; empty if it is not installed."""
     spec = importlib.util.find_spec("hdf5plugin")
     return () if spec is None or spec.origin is None else (Path(spec.origin).with_name("plugins"),)
 
@@ -257,7 +257,7 @@ def _find(number: int, folders: tuple[Path, ...]) -> int | None:
 
 
 def _libraries(folder: Path) -> Iterator[Path]:
-    """Yield the shared libraries of a folder with names that HDF5 expects of plugins."""
+    """Yield the shared libraries of a folder whose names HDF5 would accept for plugins."""
     with suppressing(OSError):
         for path in sorted(folder.iterdir()):
             if path.name.startswith("lib") and (".so" in path.name or ".dylib" in path.name):
@@ -279,11 +279,11 @@ def _plugin(path: Path) -> tuple[int, int | None]:
 
 # --- the registry ---------------------------------------------------------------------------------
 
-# Of client data, as in H5Zscaleoffset.c and H5Znbit.c.
+# Values in client data, as in H5Zscaleoffset.c and H5Znbit.c.
 _NBYTES_DECODED = (1, 2, 4, 8)
 _SCALEOFFSET_PARAMETERS, _NBIT_PARAMETERS = 20, 8
 _FLOAT_D_SCALING, _INTEGER = 0, 2
-_POWERS_OF_TEN = {4: range(-45, 39), 8: range(-323, 309)}  # that floats of so many bytes hold
+_POWERS_OF_TEN = {4: range(-45, 39), 8: range(-323, 309)}  # exponents, by the bytes of the float
 _INTEGER_CLASS, _FLOAT_CLASS = 0, 1
 _NBIT_ATOMIC = 1
 
@@ -293,7 +293,7 @@ class FilterEntry(NamedTuple):
 
     number: int  # as registered by The HDF Group
     name: str  # for messages
-    # Client data -> the filter as the core takes it; None if HDF5 has to decode, or a plugin.
+    # Client data -> the filter in the core's form; None if HDF5 or a plugin has to decode.
     core: Callable[[Parameters], CoreFilter | None] = lambda parameters: None
 
 
@@ -333,7 +333,7 @@ def _scaleoffset(parameters: Parameters) -> CoreFilter | None:
     if len(parameters) != _SCALEOFFSET_PARAMETERS or sys.byteorder != "little":
         return None
     scale_type, factor, count, class_, nbytes, sign, order, has_fill = parameters[:8]
-    factor = (factor + (1 << 31)) % (1 << 32) - (1 << 31)  # the file has it without its sign
+    factor = (factor + (1 << 31)) % (1 << 32) - (1 << 31)  # stored as unsigned
     if nbytes not in _NBYTES_DECODED or order not in (0, 1) or has_fill not in (0, 1) or count < 1:
         return None
     if class_ == _INTEGER_CLASS:
@@ -364,7 +364,7 @@ def _nbit(parameters: Parameters) -> CoreFilter | None:
 
 
 def default_block(element: int) -> int:
-    """Return the elements in a block of bitshuffle if the filter's client data do not say."""
+    """Return the number of elements in a bitshuffle block if the client data do not say."""
     return max(128, 8192 // element // 8 * 8)
 
 
@@ -402,24 +402,24 @@ class Filter(NamedTuple):
 
     @property
     def entry(self) -> FilterEntry:
-        """Its entry in the registry; an empty one if it is not registered."""
+        """The filter's entry in the registry; an empty one if it is not registered."""
         return REGISTRY.get(self.number) or FilterEntry(self.number, self.name)
 
     @property
     def label(self) -> str:
-        """The name by which people know it."""
+        """The filter's name for messages."""
         return self.entry.name or f"filter {self.number}"
 
     @property
     def core(self) -> CoreFilter | None:
-        """How the core takes it; None if HDF5 has to undo it."""
+        """The filter in the core's form; None if HDF5 has to undo it."""
         return _registered(self.number, self.parameters) or plugin_filter(
             self.number, self.parameters
         )
 
     @property
     def stated_chunk_nbytes(self) -> int | None:
-        """The decoded bytes of a chunk by the client data; None if they do not say."""
+        """The decoded size of a chunk according to the client data; None if they do not say."""
         if self.number not in (NBIT, SCALEOFFSET) or len(self.parameters) < 5:
             return None
         return self.parameters[2] * self.parameters[4]
@@ -432,7 +432,7 @@ def _registered(number: int, parameters: Parameters) -> CoreFilter | None:
 
 
 def is_known_to_hdf5(entry: Filter) -> bool:
-    """Tell whether HDF5 can undo a filter in this process, maybe by a plugin of hdf5plugin."""
+    """Tell whether HDF5 can undo a filter in this process, possibly with hdf5plugin."""
     if entry.number == CONVERSION or h5py.h5z.filter_avail(entry.number):
         return True
     if folders_of_hdf5plugin():

@@ -1,7 +1,7 @@
-"""Decodes JPEG and PNG images to the RGB pixels that Pillow gives.
+"""Decodes JPEG and PNG images to the same RGB pixels as Pillow.
 
-The header is read first, so that a caller knows an image's memory before it is allocated. Decoding
-holds no GIL.
+The header is read first, so that a caller knows how much memory an image needs before it is
+allocated. Decoding releases the GIL.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from h5async.system.interruptions import suppressing
 _log = logging.getLogger("h5async.images")
 
 _PNG = b"\x89PNG\r\n\x1a\n"
-_COLOR_TYPE = 25  # position of that byte in a PNG
+_COLOR_TYPE = 25  # the offset of the colour type in a PNG
 _JPEG, _END = b"\xff\xd8\xff", 0xD9
 _MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]", re.DOTALL)  # with a length, or the end
 _STAND_ALONE = (0x01, *range(0xD0, 0xD9))  # markers of JPEG without a length
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 CHANNELS = 3
-MOST_NBYTES = 513  # maximum per pixel while any image is decoded; see `ImageHeader.nbytes`
+MOST_NBYTES = 513  # the maximum per pixel while decoding any image; see `ImageHeader.nbytes`
 _CMYK_NBYTES = 44  # per pixel: itself, and the arrays from which RGB is computed
 
 
 class ImageHeader(NamedTuple):
-    """What the first bytes of an image say."""
+    """The properties of an image in its header."""
 
     is_png: bool
     height: int  # in pixels, 1 or more
@@ -50,7 +50,7 @@ class ImageHeader(NamedTuple):
     def nbytes(self) -> int:
         """The maximum number of bytes allocated while the image is decoded."""
         if self.is_png:
-            of_pixel = CHANNELS + (16 if self.depth > 8 else 4)  # of 16 bits, the upper 8 too
+            of_pixel = CHANNELS + (16 if self.depth > 8 else 4)  # 16-bit pixels and high bytes
         else:  # a progressive JPEG keeps coefficients of 16 bits
             of_pixel = CHANNELS + 2 * max(CHANNELS, self.components)
         if self.components == 4:
@@ -61,7 +61,7 @@ class ImageHeader(NamedTuple):
 def read_header(data: NDArray[np.uint8]) -> ImageHeader:
     """Read the header of an image.
 
-    `ValueError` is raised if it is no image, or damaged; its message continues "the image".
+    `ValueError` is raised if it is not an image, or damaged; its message continues "the image".
     """
     if not data.size:
         raise ValueError("has no bytes")
@@ -79,7 +79,7 @@ def read_header(data: NDArray[np.uint8]) -> ImageHeader:
 def header_rows(values: NDArray[np.uint8], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
     """Read the headers of several images; the compiled core's `image_headers` does the same.
 
-    Returns int64 (n, 5): an `ImageHeader` per image, or zeros if `read_header` raises an error.
+    Returns int64 (n, 5): an `ImageHeader` per image, or zeros if `read_header` would raise.
     """
     rows = np.zeros((offsets.size - 1, len(ImageHeader._fields)), np.int64)
     for row, (begin, end) in zip(rows, itertools.pairwise(offsets.tolist()), strict=True):
@@ -113,23 +113,23 @@ def _jpeg_header(array: NDArray[np.uint8]) -> ImageHeader:
             return ImageHeader(False, height, width, components, depth)
         else:
             at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
-    raise ValueError("is a JPEG without a frame, or cut off before it")
+    raise ValueError("is a JPEG without a frame, or truncated before it")
 
 
 def _check_end(data: memoryview, at: int) -> None:
-    """Check that a JPEG ends after whole segments: its decoder would fill in grey for the rest."""
+    """Check that a JPEG has its end marker: the decoder would fill the missing rest with grey."""
     while (found := _MARKER.search(data, at)) is not None:
         at = found.start()
         if data[at + 1] == _END:
             return
         at += 2 + int.from_bytes(data[at + 2 : at + 4], "big") if at + 4 <= len(data) else len(data)
-    raise ValueError("is a JPEG that was cut off: its end is missing")
+    raise ValueError("is a truncated JPEG: its end is missing")
 
 
 def decode_rgb(data: NDArray[np.uint8], header: ImageHeader, out: NDArray[np.uint8]) -> None:
-    """Decode an image with this header to `out`: uint8 of the header's shape, C-contiguous.
+    """Decode an image with this header into `out`: uint8 of the header's shape, C-contiguous.
 
-    `ValueError` is raised if the image is damaged, or of a kind that is not decoded.
+    `ValueError` is raised if the image is damaged, or of an unsupported kind.
     """
     try:
         if header.is_png:
@@ -152,25 +152,25 @@ def _decode_png(data: NDArray[np.uint8], header: ImageHeader, out: NDArray[np.ui
     if pixels.ndim == 2:
         pixels = pixels[..., np.newaxis]
     if pixels.shape[:2] != header.shape[:2]:
-        raise ValueError(f"it has {pixels.shape[:2]} pixels and declares {header.shape[:2]}")
+        raise ValueError(f"got {pixels.shape[:2]} pixels, but its header says {header.shape[:2]}")
     is_grey = pixels.shape[2] < CHANNELS
     if pixels.dtype == np.uint16:
-        if not data[_COLOR_TYPE]:  # Pillow converts grey with alpha as it does colours
+        if not data[_COLOR_TYPE]:  # grey without alpha; Pillow treats grey with alpha like colours
             raise ValueError(
-                "it has 16 bits of grey, which 8 bits do not hold; store such images as arrays"
+                "16-bit greyscale does not fit in 8 bits; store these images as arrays"
             )
         pixels = pixels >> 8
-    # Transparency is dropped, as by Pillow.
+    # Like Pillow, drop transparency.
     np.copyto(out, pixels[..., :1] if is_grey else pixels[..., :CHANNELS], casting="unsafe")
 
 
 class _Warnings(threading.local, logging.Filter):
-    """Logs the first of libpng's warnings in this process, which imagecodecs logs for each image.
+    """Logs only the first of libpng's warnings in this process; imagecodecs logs one per image.
 
-    An interlaced image is no reason for a warning.
+    Warnings about interlaced images are dropped.
     """
 
-    are_ours = False  # those in the calling thread
+    are_ours = False  # whether warnings in the calling thread are from our decoding
     _count = itertools.count(1)
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -180,7 +180,7 @@ class _Warnings(threading.local, logging.Filter):
         if "Interlace handling" not in message:
             number = next(self._count)
             level = logging.WARNING if number == 1 else logging.DEBUG
-            text = "an image was decoded, but: %s (warning %d of libpng; later ones: level DEBUG)"
+            text = "an image was decoded, but: %s (libpng warning %d; later ones: level DEBUG)"
             _log.log(level, text, message, number)
         return False
 
@@ -190,9 +190,9 @@ logging.getLogger("imagecodecs").addFilter(_warnings)
 
 
 def _rgb_of_cmyk(cmyk: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
-    """Convert CMYK, stored inverted as Adobe does, by the integer arithmetic of Pillow."""
+    """Convert CMYK, stored inverted as Adobe does, with Pillow's integer arithmetic."""
     if (*cmyk.shape[:2], CHANNELS) != out.shape:
-        raise ValueError(f"it has pixels {cmyk.shape} and declares {out.shape}")
+        raise ValueError(f"got pixels of shape {cmyk.shape}, but its header says {out.shape}")
     black = cmyk[..., 3:].astype(np.int32)
     product = (255 - cmyk[..., :3].astype(np.int32)) * black + 128
     np.copyto(out, np.maximum(black - (((product >> 8) + product) >> 8), 0), casting="unsafe")

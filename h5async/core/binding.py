@@ -1,13 +1,13 @@
 """Loads the compiled core, and calls it.
 
-`src/core.c` plans batches, and reads shares of them, without the GIL. It is a plain shared library,
-called by ctypes, and is built with the package if there is a C compiler. Without it, everything is
-read through h5py. The environment variable ``H5ASYNC_CORE`` names another build of it, and
-``H5ASYNC_CORE=0`` switches it off.
+`src/core.c` plans batches, and reads shares of them, without the GIL. It is a plain shared library
+called through ctypes, and is built with the package if there is a C compiler. Without it,
+everything is read through h5py. The environment variable ``H5ASYNC_CORE`` is the path of another
+build of it; ``H5ASYNC_CORE=0`` switches it off.
 
-The core calls the public C interfaces of libdeflate, zstd, lz4, libaec and other codecs. They are
-the libraries that come with imagecodecs (libaec: with h5py), or else those of the environment or
-the system. So is libcurl, which comes with pycurl.
+The core calls the public C interfaces of libdeflate, zstd, lz4, libaec and other codecs. It uses
+the libraries bundled with imagecodecs (for libaec, with h5py), or else those of the environment or
+the system. The same goes for libcurl, which comes with pycurl.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from h5async.io.source import IoMode
 from h5async.system.interruptions import call_when_gone, interruption, suppressing
 from h5async.system.timeline import ThreadCounts
 
-# Codec libraries, by how the names of their functions begin.
+# Codec libraries, with the prefixes of the names of their functions.
 LIBRARIES = {
     "deflate": "libdeflate_",
     "zstd": "ZSTD_",
@@ -51,7 +51,7 @@ LIBRARIES = {
 
 
 def find_functions(names: Sequence[str]) -> tuple[dict[str, int], frozenset[str]]:
-    """Return the addresses of functions of codecs, and the libraries that were not found."""
+    """Return the addresses of codec functions by name, and the libraries that were not found."""
     found: dict[str, int] = {}
     missing = set(LIBRARIES)
     for library, prefix in LIBRARIES.items():
@@ -64,12 +64,12 @@ def find_functions(names: Sequence[str]) -> tuple[dict[str, int], frozenset[str]
 
 
 def find_curl(names: Sequence[str]) -> dict[str, int] | None:
-    """Return the addresses of libcurl's functions by their names; None if it was not found."""
+    """Return the addresses of libcurl's functions by name; None if it was not found."""
     return _load(_curl_paths(), names)
 
 
 def _load(paths: Iterable[str], functions: Sequence[str]) -> dict[str, int] | None:
-    """Return the addresses of functions of the first library that has them all, by their names."""
+    """Return the addresses, by name, of functions of the first library that has them all."""
     for path in paths:
         with suppressing(OSError, AttributeError):
             library = ctypes.CDLL(path)
@@ -80,10 +80,10 @@ def _load(paths: Iterable[str], functions: Sequence[str]) -> dict[str, int] | No
 
 def _codec_paths(name: str) -> Iterator[str]:
     """Yield the shared libraries of a codec: imagecodecs', the environment's, the system's."""
-    # The extension module loads what the codec's library itself needs.
+    # Importing the extension module loads the libraries that the codec's library depends on.
     with suppressing(ImportError):
         importlib.import_module(f"imagecodecs._{name}")
-    # Versions of libaec decode some chunks differently: HDF5's own comes first.
+    # Some chunks decode differently in other versions of libaec, so HDF5's own comes first.
     for module in (h5py, imagecodecs) if name == "aec" else (imagecodecs,):
         package = Path(module.__file__).parent
         for folder in (package.with_name(f"{package.name}.libs"), package / ".dylibs"):
@@ -112,13 +112,13 @@ def _other_paths(name: str) -> Iterator[str]:
         yield found
 
 
-# --- its numbers and structures, which the comments in `src/` explain -----------------------------
+# --- the core's constants and structures; comments in `src/` explain them -------------------------
 
 ABI = 49  # counts changes of the core's structures and functions
 MAX_FILTERS, MAX_RANK = 32, 32  # HDF5's limits
 IO_MODES = {"auto": 0, "pread": 1, "map": 2}
 REFUSED = 2  # the status of an item that Python has read again, or reports as an error
-# Parts of the places of elements whose collection was not walked yet; NOWHERE: without an address.
+# Parts of the places of elements whose heap collection was not walked yet; NOWHERE: no address.
 INDEX_BITS, MOST_ADDRESS = 16, (1 << 47) - 1
 NOWHERE = -1
 
@@ -129,7 +129,7 @@ class Event(IntEnum):
     """Why a call did not do its work, or why its work is invalid."""
 
     NONE = 0
-    CHANGED = 1  # the file is not what was indexed
+    CHANGED = 1  # the file has changed since it was indexed
     FAULTED = 2  # a page of the map cannot be read
     STOPPED = 3  # the reader is being closed
 
@@ -143,10 +143,10 @@ class _Described(Structure):
 
 
 def structures_of(library: Any) -> dict[str, type[Structure]]:
-    """Return the structures of a core by their names in C, as it describes them itself.
+    """Return the structures of a core by their names in C, from the core's own description.
 
-    They hold addresses of arrays; their owner keeps the arrays. Members that a structure lacks, or
-    that only the core uses, are an `AttributeError`.
+    They hold addresses of arrays; their owner keeps the arrays alive. Accessing a member that does
+    not exist, or that only the core uses, raises `AttributeError`.
     """
     library.h5async_structures.restype = POINTER(_Described)
     found: dict[str, type[Structure]] = {}
@@ -182,28 +182,28 @@ def _gap(at: int, end: int) -> list[tuple[str, Any]]:
     return [(f"_{at}", ctypes.c_char * (end - at))] if at < end else []
 
 
-# The maximum that a plan takes per sample (a number and a position, and room to sort them), and per
-# row of a field (an item and a run, too).
+# The maximum memory of a plan per sample (a number and a position, and room to sort them), and per
+# row of a field (also an item and a run).
 PLANNED_SAMPLE_NBYTES = 3 * 16
 PLANNED_ROW_NBYTES = 64 + 3 * 8 + PLANNED_SAMPLE_NBYTES
-# The memory of a thread that reads elements of variable length: HeapScratch in src/heap.c.
+# Scratch memory of a thread that reads elements of variable length: HeapScratch in src/heap.c.
 HEAP_SCRATCH_NBYTES = (1 << 16) * 24 + 5 * 8 + 16 * 1024 + 512 * 16
-KEPT_OVERHEAD_NBYTES = 128  # per kept decoded chunk, beside its bytes: KEPT_OVERHEAD
+KEPT_OVERHEAD_NBYTES = 128  # per kept decoded chunk, in addition to its bytes: KEPT_OVERHEAD
 
-# Numbers of the kinds of values in sparse matrices; see src/dense.c.
+# The kinds of values in sparse matrices: enum ValueKind in src/dense.c.
 VALUE_KINDS = {
     np.dtype(name): kind
     for kind, name in enumerate(("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f4", "f8"), 1)
 }
 
-PICTURE_NUMBERS = 14  # that describe an image to be decoded: `Picture` in src/jpeg.c
+PICTURE_NUMBERS = 14  # numbers that describe an image to decode: `Picture` in src/jpeg.c
 
-# Numbers of conversions; see src/transform.c.
+# Conversions: enum SourceKind in src/transform.c.
 _SOURCES = {"uint8": 11, "uint16": 12, "int16": 13, "float32": 14}
 
 
 def transform_source(raw: np.dtype[Any], delivered: np.dtype[Any], is_scaled: bool) -> int | None:
-    """Return the core's number for a conversion, or None if NumPy has to do it."""
+    """Return the core's number of a conversion, or None if NumPy has to do it."""
     if not raw.isnative:
         return None
     if raw == delivered and not is_scaled:
@@ -211,12 +211,12 @@ def transform_source(raw: np.dtype[Any], delivered: np.dtype[Any], is_scaled: bo
     return _SOURCES.get(raw.name) if delivered == np.float32 else None
 
 
-# --- its functions --------------------------------------------------------------------------------
+# --- the core's functions -------------------------------------------------------------------------
 
 _COST = "everything is read through h5py, by one thread at a time; values are the same"
 _SAME_CLOCK_NS = 10_000_000  # two readings of one clock are closer together
 
-# The core's functions by the types of their parameters; comments in `src/` explain them.
+# Functions by the types of their parameters; comments in `src/` explain them.
 _TYPES = {"p": c_void_p, "i": c_int32, "q": c_int64, "Q": c_uint64, "o": ctypes.py_object}
 _FUNCTIONS = {
     "ppp": "transform unpack",
@@ -249,7 +249,7 @@ _FUNCTIONS = {
     "pppq": "decode_jpegs look_up",
     "ppppi": "measure",
 }
-# Those that take less time than releasing the GIL keep it; "visit" gives it away itself.
+# Functions that take less time than releasing the GIL keep it; "visit" releases it itself.
 _BRIEF_FUNCTIONS = {
     "p": "visit is_dropping open_queue put_ticket forget_jobs end_queue events wake",
     "ppppqqqqii": "submit",
@@ -263,10 +263,10 @@ _BRIEF_FUNCTIONS = {
 
 
 class Core:
-    """The compiled core, loaded. `OSError` is raised if it cannot be, or is of another version.
+    """The compiled core, loaded. Raises `OSError` if that fails, or the core's version is wrong.
 
     Its functions and structures are attributes. Most functions release the GIL, and may be called
-    from many threads, each with its own worker. `missing` are the codec libraries that were not
+    from many threads, each with its own worker. `missing` lists the codec libraries that were not
     found; data that need them are read through h5py.
     """
 
@@ -289,7 +289,7 @@ class Core:
         addresses, self.missing = find_functions(members_of(self.Libraries))
         self._libraries = self.Libraries(**addresses)
         if self.decode_pictures(np.empty((0, PICTURE_NUMBERS), np.int64)) is None:
-            self.missing |= {"jpeg"}  # it is of another kind
+            self.missing |= {"jpeg"}  # the library found has another ABI
 
     if TYPE_CHECKING:
 
@@ -301,7 +301,7 @@ class Core:
         return 0 if abs(offset_ns) < _SAME_CLOCK_NS else offset_ns
 
     def filters(self, filters: tuple[Filter, ...]) -> Any | None:
-        """Return a pipeline as the core takes it, or None if the core cannot undo it."""
+        """Return a pipeline in the core's form, or None if the core cannot undo it."""
         if len(filters) > MAX_FILTERS:
             return None
         taken = [found for entry in filters if (found := entry.core) is not None]
@@ -313,11 +313,11 @@ class Core:
             for entry, given in zip(taken, values, strict=True)
         ]
         found = (self.Filter * max(1, len(structs)))(*structs)
-        found.values = values  # to which the structures point
+        found.values = values  # keeps the arrays that the structures point to
         return found
 
     def decode_pictures(self, pictures: NDArray[np.int64]) -> NDArray[np.bool_] | None:
-        """Decode JPEGs as `Picture` in src/jpeg.c says; return which were not refused.
+        """Decode JPEGs, described by rows of `Picture` in src/jpeg.c; return which were decoded.
 
         None if the core has no libjpeg.
         """
@@ -333,7 +333,7 @@ class Core:
         between: tuple[NDArray[Any], ...],
         stop: c_int32 | None = None,
     ) -> CoreWorker:
-        """Return what a thread needs to call the core, with its scratch buffers.
+        """Return a worker, which one thread needs to call the core, with its scratch buffers.
 
         Once `stop` is not 0, calls end as soon as they can, with `Event.STOPPED`.
         """
@@ -351,22 +351,22 @@ class Core:
 
 
 class CoreWorker:
-    """What one thread needs to call the core: decoders' contexts, scratch, counters.
+    """The state with which one thread calls the core: decoders' contexts, scratch, counters.
 
     The counters of `struct` only grow.
     """
 
     def __init__(self, struct: Structure, free: Any, trace: Any, stop: c_int32 | None) -> None:
         self.struct: Any = struct
-        self._stop = stop  # to which the structure points
+        self._stop = stop  # the structure points to it
         self._trace = trace
         self._traces: tuple[CoreTrace, ...] = ()  # whose memory a call may use
         call_when_gone(self, free, ctypes.byref(struct))
 
     def record(self, trace: CoreTrace | None) -> None:
-        """Have calls note what they do from now on; None: stop. Allowed during a call, too."""
+        """Record calls in a trace from now on; None stops it. May be called during a call."""
         struct = None if trace is None else ctypes.byref(trace.struct)
-        # A call under way may use the former one until it ends, so the former one has to last.
+        # A call under way may use the former trace until it ends, so that one is kept.
         former = self._traces if self._trace(ctypes.byref(self.struct), struct) else ()
         self._traces = former if trace is None else (*former, trace)
 
@@ -377,9 +377,9 @@ def counts_of(done: Any) -> ThreadCounts:
 
 
 class CoreTrace:
-    """Memory for the first `capacity` events of the core's calls; later ones are only counted.
+    """The first `capacity` events of the core's calls; later ones are only counted.
 
-    Memory is allocated as events come.
+    The operating system allocates the memory as events come.
     """
 
     def __init__(self, core: Core, capacity: int) -> None:
@@ -394,9 +394,9 @@ class CoreTrace:
         return int(self.struct.count)
 
     def events(self, begin: int = 0) -> NDArray[Any]:
-        """Return the events from number `begin` on, in the order in which they ended.
+        """Return the events from index `begin` on, in the order in which they were recorded.
 
-        Times are those of `time.perf_counter_ns`. An event that is just being noted has the end 0.
+        Times are those of `time.perf_counter_ns`. An event that is still being written has end 0.
         """
         count = max(0, min(self.count, len(self._events)) - begin)
         found = np.empty(count, self._events.dtype)
@@ -408,26 +408,26 @@ class CoreTrace:
 
 
 def address(array: NDArray[Any]) -> int:
-    """Return the address of an array's first byte; the caller keeps the array."""
+    """Return the address of an array's first byte; the caller keeps the array alive."""
     return array.ctypes.data
 
 
 def mapping_mode(io: IoMode) -> IoMode:
-    """Return how files are read: without the core, which guards maps, "auto" maps none."""
+    """Resolve an I/O mode: without the core, which guards memory maps, "auto" means "pread"."""
     return "pread" if io == "auto" and load_core() is None else io
 
 
 def load_core() -> Core | None:
     """Return the compiled core, or None if it is switched off or was not built.
 
-    `ConfigError` is raised if the environment variable names a file that is no core.
+    `ConfigError` is raised if H5ASYNC_CORE names a file that cannot be loaded as the core.
     """
     found = _core_or_reason()
     return found if isinstance(found, Core) else None
 
 
 def why_no_core() -> str | None:
-    """Say why there is no core, what that costs, and what to do; None if there is one."""
+    """Explain why there is no core, its cost, and the remedy; None if there is a core."""
     found = _core_or_reason()
     return found if isinstance(found, str) else None
 
@@ -442,9 +442,8 @@ def _core_or_reason() -> Core | str:
             return Core(Path(chosen))
         except OSError as error:
             raise ConfigError(
-                f"the environment variable H5ASYNC_CORE={chosen} names no core that can be loaded"
-                f" ({error}); unset it to use the core that was installed, or set it to 0 to use"
-                " none"
+                f"the environment variable H5ASYNC_CORE={chosen} does not name a loadable core"
+                f" ({error}); unset it to use the installed core, or set it to 0 to use none"
             ) from error
     why = "is missing"
     for path in _installed():
@@ -454,7 +453,7 @@ def _core_or_reason() -> Core | str:
             if interruption(error) is not None:
                 raise
             why = f"cannot be loaded ({error})"
-    install = "install h5async where a C compiler is, or from a wheel for this platform"
+    install = "build h5async with a C compiler, or install a wheel for this platform"
     return f"the compiled core {why}: {_COST}; {install}"
 
 
@@ -465,7 +464,7 @@ def can_decode(entry: Filter) -> bool:
 
 
 def _installed() -> list[Path]:
-    """Return the cores to try: in a source tree where none was built, those that pip installed."""
+    """Return the cores to try: in a source tree without a built one, those that pip installed."""
     found = sorted(Path(__file__).parent.glob("_core*.so"))
     if not found:
         for package in importlib.metadata.distributions(name="h5async"):

@@ -1,1 +1,1 @@
-"""Plans how a batch is read: sample numbers and layouts enter; a few arrays leave. Pure."""
+"""Plans how a batch is read: sample numbers and layouts enter; a few arrays leave. No I/O."""

@@ -1,8 +1,8 @@
 """Unpacks values by the CF conventions: scale, offset, and NaN for missing values.
 
-The attributes of datasets enter; a `CfDecoder` leaves, which unpacks stored values on the host. The
-result is, bit for bit, that of xarray (``mask_and_scale=True``): the rules for dtypes, and the
-order in which it casts, masks, scales and adds, are xarray's. Values outside `valid_range`, which
+The attributes of datasets enter; a `CfDecoder` leaves, which unpacks stored values on the host.
+Results equal xarray's bit for bit (``mask_and_scale=True``): the rules for dtypes and the order of
+casting, masking, scaling and adding are xarray's. Values outside `valid_range`, an attribute that
 xarray ignores, are masked as in netCDF4.
 """
 
@@ -26,12 +26,12 @@ DType = np.dtype[Any]
 
 
 class Unpacking(NamedTuple):
-    """How the values of one dataset are unpacked. Scalars are of the types of the attributes.
+    """How the values of one dataset are unpacked. Scalars have the types of the attributes.
 
-    Stored values are interpreted as `stored`, whose sign `_Unsigned` may change, and cast to
-    `dtype`, which is native. Those that equal one of `fills` then are missing, and those that were
-    below `low` or above `high`, of dtype `stored`. The others are multiplied by `scale`, and
-    `offset` is added. None: there is none.
+    Stored values are viewed as `stored` (the attribute `_Unsigned` may change their signedness) and
+    cast to the native `dtype`. A value is missing if it then equals one of `fills`, or if the
+    stored value was below `low` or above `high`, which have the dtype `stored`. The others are
+    multiplied by `scale`, and `offset` is added. None means no such step.
     """
 
     stored: DType
@@ -56,7 +56,7 @@ class Unpacking(NamedTuple):
 
 
 def unpacking(attributes: Sequence[CfAttribute], raw: DType, where: str) -> Unpacking:
-    """Return how values of a dtype are unpacked by its attributes.
+    """Return how a dataset of dtype `raw` is unpacked by its attributes.
 
     `DatasetError` is raised if `scale_factor` or `add_offset` is not one number.
     """
@@ -83,10 +83,10 @@ def unpacking(attributes: Sequence[CfAttribute], raw: DType, where: str) -> Unpa
         # As in xarray, a fill value of NaN keeps floats in their own dtype.
         dtype = stored if has_fill and not fills else _packed_dtype(stored, scale, offset)
     elif fills or low is not None or high is not None:
-        if stored.kind != "f":  # one that has NaN beside all values, if there is one
+        if stored.kind != "f":  # a float that holds all values exactly, if there is one
             dtype = np.dtype(np.float32 if stored.itemsize <= 2 else np.float64)
     dtype = dtype.newbyteorder("=")
-    # In xarray, a value of the other sign is a weak Python number.
+    # In xarray, a fill value whose sign was changed to unsigned is a weakly typed Python number.
     fills = [dtype.type(fill) if isinstance(fill, int) else fill for fill in fills]
     return Unpacking(stored, dtype, scale, offset, low, high, tuple(fills))
 
@@ -100,14 +100,14 @@ def shown_value(attribute: CfAttribute) -> str:
 
 
 def _scalar(values: NDArray[Any] | None) -> Any:
-    """Return a number with its effective type: integers become float64."""
+    """Return the attribute's number, as float64 unless it is a float32."""
     if values is None:
         return None
     return values[0] if values.dtype in (np.float32, np.float64) else np.float64(values[0])
 
 
 def _packed_dtype(stored: DType, scale: Any, offset: Any) -> DType:
-    """Return the dtype of packed values: that of the attributes, if this loses nothing."""
+    """Return the dtype of scaled values: that of the attributes, if this loses nothing."""
     double, own = np.dtype(np.float64), np.dtype(type(offset if scale is None else scale))
     if offset is None:
         return own
@@ -116,7 +116,7 @@ def _packed_dtype(stored: DType, scale: Any, offset: Any) -> DType:
 
 
 def _fill_values(values: Values, raw: DType, stored: DType) -> tuple[list[Any], bool]:
-    """Return the values that stand for missing ones, and whether an attribute has any, or NaN."""
+    """Return the values that mark missing data, and whether the attributes have any, or NaN."""
     given = [values[name] for name in ("missing_value", "_FillValue") if name in values]
     numbers = [number for several in given for number in several if not np.isnan(number)]
     found = dict.fromkeys(_with_sign_of(number, raw, stored) for number in numbers)
@@ -124,7 +124,7 @@ def _fill_values(values: Values, raw: DType, stored: DType) -> tuple[list[Any], 
 
 
 def _with_sign_of(value: np.generic, raw: DType, stored: DType) -> Any:
-    """Return a fill value with the sign that `_Unsigned` gives to values."""
+    """Return a fill value reinterpreted with the signedness that `_Unsigned` gives to values."""
     if raw == stored:
         return value
     integer = int(value.item()) if float(value.item()).is_integer() else None
@@ -138,9 +138,9 @@ def _with_sign_of(value: np.generic, raw: DType, stored: DType) -> Any:
 
 
 def _limits(values: Values, raw: DType, stored: DType) -> tuple[Any, Any]:
-    """Return the least and the largest valid value; a limit counts only if the dtype can hold it.
+    """Return the least and the largest valid value, to be compared with stored values.
 
-    They are compared with values as stored.
+    A limit that the dtype cannot hold is ignored.
     """
     pair = values.get("valid_range", _NONE)
     if pair.size == 2 and _fits(pair, raw):
@@ -163,10 +163,10 @@ def _fits(values: NDArray[Any], raw: DType) -> bool:
 
 
 class CfDecoder:
-    """Unpacks rows, each by the attributes of its own dataset. Safe to use from many threads.
+    """Unpacks rows, each by the attributes of its own dataset. Thread-safe.
 
-    `first` has the first sample of each range of samples, and `several` how it is unpacked. `dtype`
-    is the common dtype after unpacking.
+    `first` has the first sample of each range of samples, and `several` the unpacking of each.
+    `dtype` is the common dtype after unpacking.
     """
 
     def __init__(self, first: Sequence[int], several: Sequence[Unpacking]) -> None:
@@ -175,10 +175,10 @@ class CfDecoder:
         self._first = np.array(first, np.int64)
 
     def decode(self, raw: NDArray[Any], out: NDArray[Any], index: NDArray[np.int64] | None) -> None:
-        """Fill `out`, (n, *row) as delivered, with the values of `raw`, (n, *row) as stored.
+        """Unpack `raw`, the stored values, into `out`, the delivered ones, both (n, *row).
 
-        Their dimensions have the same order. `index` are sample numbers; None if all are of one
-        dataset.
+        Their dimensions have the same order. `index` has the sample numbers; it may be None if all
+        samples are of one dataset.
         """
         numbers = self.numbers(index)
         if numbers is None:
@@ -189,7 +189,7 @@ class CfDecoder:
             _decode(self.several[numbers[begin]], raw[begin:end], out[begin:end])
 
     def numbers(self, index: NDArray[np.int64] | None) -> NDArray[np.int64] | None:
-        """Return the number of the range that each sample is in; None if there is only one."""
+        """Return the index of the range that each sample is in; None if there is only one."""
         if len(self.several) == 1:
             return None
         assert index is not None, "rows of several datasets have numbers"
@@ -225,7 +225,7 @@ def _decode(how: Unpacking, raw: NDArray[Any], out: NDArray[Any]) -> None:
 
 
 def cf_decoder(layout: DatasetLayout, where: str) -> CfDecoder | None:
-    """Return what unpacks the values of a dataset; None if nothing is packed or missing.
+    """Return a decoder for the values of a dataset; None if unpacking would not change them.
 
     `ConfigError` is raised if the dataset does not hold numbers, `DatasetError` if an attribute is
     invalid.
@@ -233,7 +233,7 @@ def cf_decoder(layout: DatasetLayout, where: str) -> CfDecoder | None:
     if layout.dtype.kind not in "iuf" or layout.member:
         what = f"a member of a compound, {layout.dtype}" if layout.member else str(layout.dtype)
         raise ConfigError(
-            f"{where}: decode_cf unpacks datasets of integers and floats, and this is {what};"
+            f"{where}: decode_cf unpacks datasets of integers and floats, but this is {what};"
             " leave decode_cf out"
         )
     several = [unpacking(found, layout.dtype, where) for _, found in layout.cf]

@@ -1,10 +1,9 @@
-"""Chooses the parts of rows, images and recordings to crop: sizes enter, boxes leave. Pure.
+"""Chooses the crops of rows, images and recordings: sizes enter, boxes leave. No I/O.
 
-Also finds what parts of rows the options of a plain field name: a field and a layout enter.
+Also finds the parts of rows that the options of a plain field select: a field and a layout enter.
 
-Random boxes are a function of the seed, the epoch and the sample's number alone. So they do not
-depend on threads, on the order of work, or on where a run was resumed, and several fields of images
-get the same crops.
+Random boxes depend only on the seed, the epoch and the sample number. So they do not depend on
+threads, the order of work, or where a run was resumed, and several image fields get the same crops.
 """
 
 from __future__ import annotations
@@ -33,21 +32,21 @@ _NUMBERS = 2 * _TRIES + 3  # random numbers per sample
 
 
 def random_numbers(seed: int, epoch: int, samples: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the random numbers of samples, for `random_boxes` and `are_flipped`.
+    """Return the random numbers of samples for `random_boxes` and `are_flipped`.
 
-    They are float64 (samples, 23), from 0 to below 1.
+    They are float64 (samples, 23), in [0, 1).
     """
     return _numbers(epoch_keys(seed, epoch), samples, np.arange(_NUMBERS))
 
 
 def epoch_keys(seed: int, epoch: int) -> Uint64s:
-    """Return two numbers, uint64, on which all random numbers of an epoch depend."""
+    """Return the two uint64 keys of all random numbers of an epoch."""
     digest = hashlib.blake2b(f"h5async images {seed} {epoch}".encode(), digest_size=16).digest()
     return np.frombuffer(digest, "<u8").astype(np.uint64)
 
 
 def _numbers(keys: Uint64s, samples: Int64s, which: Int64s) -> NDArray[np.float64]:
-    """Return some of the random numbers of samples: float64 (samples, which)."""
+    """Return the random numbers `which` of samples: float64 (samples, which)."""
     with np.errstate(over="ignore"):
         of_sample = _mixed(_mixed(samples.astype(np.uint64) + keys[0]) ^ keys[1])
         step = np.uint64(0x9E3779B97F4A7C15)
@@ -70,12 +69,11 @@ def random_boxes(
     ratio: tuple[float, float],
     numbers: NDArray[np.float64],
 ) -> NDArray[np.int64]:
-    """Return random parts of images, as torchvision's ``RandomResizedCrop`` chooses them.
+    """Return random crops of images, as torchvision's ``RandomResizedCrop`` chooses them.
 
     They are int64 (n, 4): top, left, height and width in pixels. `heights` and `widths`, int64
-    (n,), are those of the images, 1 or more. `scale` bounds a part's area, relative to the image's,
-    and `ratio` its width divided by its height. `numbers` are rows of `random_numbers`, one per
-    image.
+    (n,), are those of the images, 1 or more. `scale` bounds a crop's area relative to the image's,
+    `ratio` its width divided by its height. `numbers` has a row of `random_numbers` per image.
     """
     low, high = math.log(ratio[0]), math.log(ratio[1])
     boxes, left = np.empty((heights.size, 4), np.int64), np.arange(heights.size)
@@ -83,7 +81,7 @@ def random_boxes(
         height, width, row = heights[left], widths[left], numbers[left]
         area = height * width * (scale[0] + (scale[1] - scale[0]) * row[:, number])
         logarithm = low + (high - low) * row[:, _TRIES + number]
-        # (The last bit of NumPy's depends on the processor.)
+        # math.exp, because the last bit of np.exp depends on the processor.
         aspect = np.array(list(map(math.exp, logarithm.tolist())))
         w, h = np.rint(np.sqrt(area * aspect)), np.rint(np.sqrt(area / aspect))
         corner = row[:, _TOP] * (height - h + 1), row[:, _LEFT] * (width - w + 1)
@@ -108,14 +106,14 @@ def _largest_box(height: int, width: int, ratio: tuple[float, float]) -> tuple[i
 def center_boxes(
     heights: NDArray[np.int64], widths: NDArray[np.int64], size: tuple[int, int]
 ) -> NDArray[np.int64]:
-    """Return the largest centred parts with the proportions of `size`, as `random_boxes` does."""
+    """Return the largest centred boxes with the proportions of `size`, as `random_boxes` does."""
     h = np.minimum(heights, np.maximum(1, np.rint(widths * size[0] / size[1])))
     w = np.minimum(widths, np.maximum(1, np.rint(heights * size[1] / size[0])))
     return np.stack(((heights - h) // 2, (widths - w) // 2, h, w), axis=1).astype(np.int64)
 
 
 def random_start(numbers: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return where a part of each recording begins: from 0, the first place, to below 1."""
+    """Return the start of a crop of each recording, in [0, 1) of the possible starts."""
     return numbers[:, _LEFT]
 
 
@@ -128,11 +126,12 @@ def are_flipped(numbers: NDArray[np.float64]) -> NDArray[np.bool_]:
 
 
 class CropDraws(NamedTuple):
-    """How the places of the parts of rows are drawn, as the core takes it.
+    """How the places of crops of rows are drawn, in the core's form.
 
-    int64 (rank,): `extents` of a row, and `sizes` of its part; `drawn` and `flipped` say which
-    random number is for the place along a dimension, and for whether it is reversed; below 0, it is
-    the middle, and never is. `group` is uint64 (2,), for all fields of a group.
+    The arrays are int64 (rank,): `extents` of a row and `sizes` of its crop. `drawn` has the index
+    of the random number for the place along each dimension (negative: centred), and `flipped` of
+    the one that decides whether it is reversed (negative: never). `group`, uint64 (2,), is equal
+    for all fields of a group.
     """
 
     extents: Int64s
@@ -142,10 +141,10 @@ class CropDraws(NamedTuple):
     group: Uint64s
 
     def places(self, keys: Uint64s, samples: Int64s) -> Int64s:
-        """Return where the parts of samples begin: int64 (samples, rank).
+        """Return where the crops of samples begin: int64 (samples, rank).
 
-        `keys` are from `epoch_keys`. Where a part is reversed along a dimension, its number n is
-        ~n. The core computes the same (``src/crops.c``).
+        `keys` are from `epoch_keys`. If a crop is reversed along a dimension, ~n stands for n. The
+        core computes the same (``src/crops.c``).
         """
         with np.errstate(over="ignore"):
             keys = np.array([keys[0] + self.group[0], keys[1] ^ self.group[1]])
@@ -161,9 +160,9 @@ class CropDraws(NamedTuple):
 
 
 def draws_of(crop: Crop, row_shape: tuple[int, ...]) -> CropDraws:
-    """Return how the places of parts of rows are drawn.
+    """Return how the places of crops of rows are drawn.
 
-    The last dimension that is reversed is so where images are, with the same seed.
+    Without a group, the last flipped dimension is flipped in the same samples as images are.
     """
     extents = np.array(row_shape, np.int64)
     sizes, drawn, flipped = extents.copy(), np.full_like(extents, -1), np.full_like(extents, -1)
@@ -180,7 +179,7 @@ def draws_of(crop: Crop, row_shape: tuple[int, ...]) -> CropDraws:
 
 
 def begins(places: Int64s, axes: Sequence[int]) -> Int64s:
-    """Return where parts begin along some dimensions: int64 (samples, dimensions)."""
+    """Return where crops begin along some dimensions: int64 (samples, dimensions)."""
     found: Int64s = np.where(places < 0, ~places, places)[:, list(axes)]
     return np.ascontiguousarray(found)
 
@@ -189,10 +188,10 @@ def begins(places: Int64s, axes: Sequence[int]) -> Int64s:
 
 
 class Places(NamedTuple):
-    """Tells where the parts of rows begin that a crop of rows of some shape delivers.
+    """Tells where a field's crops begin in rows of shape `row_shape`.
 
-    Of the dimensions of the crop, the first `num_cut` are those that it cuts; the rest is flipped
-    whole. `where` names the dataset in messages.
+    The first `num_cut` dimensions of the crop are cut; the others are only flipped. `where` names
+    the dataset in messages.
     """
 
     seed: int
@@ -208,7 +207,7 @@ class Places(NamedTuple):
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What must be equal in a group of fields."""
+        """The properties that must be equal in a group of fields."""
         extents = tuple(self.row_shape[axis] for axis in self.crop.axes)
         return extents, self.crop.sizes, self.crop.is_drawn, self.crop.flips
 
@@ -221,11 +220,11 @@ def parts_of_rows(
 ) -> tuple[DatasetLayout, Places | None]:
     """Return the layout of the parts of rows that a field delivers, and where crops begin.
 
-    ConfigError if a dimension is that of the samples, or is not there, or is too short.
+    Raises `ConfigError` if a dimension counts the samples, does not exist, or is too short.
     """
     if field.region is not None:
         layout = _region_of(field, layout)
-    is_plain = type(field) is Field  # others have a crop of what is decoded
+    is_plain = type(field) is Field  # other kinds crop after decoding
     if not is_plain or (field.crop is None and not field.flip):
         return layout, None
     crop, count = _crop_of(field, layout)
@@ -240,7 +239,7 @@ def parts_of_rows(
 
 
 def require_same_places(several: Iterable[Places | None]) -> None:
-    """Raise ConfigError if what is random of the crops of one group is not the same."""
+    """Raise `ConfigError` if random crops or flips in a group are not alike."""
     groups: dict[str, Places] = {}
     for places in several:
         if places is None or not (places.crop.is_drawn or any(places.crop.flips)):
@@ -249,9 +248,9 @@ def require_same_places(several: Iterable[Places | None]) -> None:
         if places.key != first.key:
             group = f"crop_group={places.crop.group!r}" if places.crop.group else "no crop_group"
             raise ConfigError(
-                f"{first.where} and {places.where} have {group}, and so are cropped and flipped"
-                f" together, but differ: {first.key[1]} of {first.key[0]} elements are taken, and"
-                f" {places.key[1]} of {places.key[0]}, with flips {first.crop.flips} and"
+                f"{first.where} and {places.where} have {group}, so they are cropped and flipped"
+                f" together, but they differ: crops of {first.key[1]} from {first.key[0]} elements,"
+                f" and of {places.key[1]} from {places.key[0]}, with flips {first.crop.flips} and"
                 f" {places.crop.flips}; make them equal, or give one of them another crop_group"
             )
 
@@ -264,7 +263,7 @@ def _region_of(field: Field, layout: DatasetLayout) -> DatasetLayout:
         wanted[at] = range(size)[bounds.slice]
         if not wanted[at]:
             raise ConfigError(
-                f"{_where(layout)}: region leaves nothing of dimension {bounds.dimension!r},"
+                f"{_where(layout)}: region selects nothing of dimension {bounds.dimension!r},"
                 f" which has {size} elements; choose another slice than {bounds.slice}"
             )
     return cut_rows(layout, wanted)
@@ -276,7 +275,7 @@ def _crop_of(field: Field, layout: DatasetLayout) -> tuple[Crop, int]:
     if isinstance(field.crop, tuple):
         axes = [_row_dimension(dim, field, layout, "crop") for dim, _ in field.crop]
         sizes = [size for _, size in field.crop]
-    else:  # a number, or all of each row, which is flipped
+    else:  # a number; or None, for whole rows that are flipped
         axes = list(range(max(0, rank - 2), rank))
         sizes = [field.crop or layout.row_shape[axis] for axis in axes]
     if len(set(axes)) != len(axes) or not axes:
@@ -303,10 +302,10 @@ def _crop_of(field: Field, layout: DatasetLayout) -> tuple[Crop, int]:
 
 
 def _row_dimension(dim: int | str, field: Field, layout: DatasetLayout, option: str) -> int:
-    """Return which dimension of a row a dimension of the dataset is."""
+    """Convert a dimension of the dataset to one of its rows."""
     where, several = _where(layout), field.num_dim
     is_pair = isinstance(several, tuple)
-    rank = len(layout.shape) + is_pair  # in the layout, the two dimensions of samples are one
+    rank = len(layout.shape) + is_pair  # the layout joins two dimensions of samples into one
     of_samples = several if isinstance(several, tuple) else (layout.sample_axis,)
     taken = [numbered_axis(one, layout.dim_names, rank, where) for one in of_samples]
     number = numbered_axis(dim, layout.dim_names, rank, where)

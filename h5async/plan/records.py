@@ -1,11 +1,11 @@
-"""Defines the plans of a batch, and cuts their work into shares. Pure.
+"""Defines the plans of a batch, and cuts their work into shares. No I/O.
 
-The core holds its own plans, for which `BatchItems` stands. A `SamplesPlan` says which rows of a
-field h5py reads; `Ranges` are not decoded. The `ByteRanges` that a batch needs of far sources are
-joined into requests.
+The core holds its own plans, represented here by `BatchItems`. A `SamplesPlan` lists the rows of a
+field that h5py reads; `Ranges` are read but not decoded. The `ByteRanges` that a batch needs of far
+(remote) sources are joined into requests.
 
-Every plan has a number of items that do not depend on each other, so any thread can execute slices
-of it. `num_items` and `item_nbytes` are their number, and the mean cost of one.
+Every plan has independent items, so any thread can execute slices of it. `num_items` is their
+number, and `item_nbytes` the mean cost of one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Int64s = NDArray[np.int64]
 
 
 class BatchItems(NamedTuple):
-    """A plan that the core holds, of one field or several.
+    """A plan that the core holds, for one field or several.
 
     `batch` is a `read.queue.SlotBatch`, which `collection`, a `read.collection.Collection`, reads.
     """
@@ -32,9 +32,9 @@ class BatchItems(NamedTuple):
 
 
 class IncludedPlan(NamedTuple):
-    """A field that is read with others: there is a `BatchItems` for all of them.
+    """A field that is read with others, by the `BatchItems` of all of them.
 
-    `is_transformed`: as it is read.
+    `is_transformed` says whether it is transformed while it is read.
     """
 
     is_transformed: bool = False
@@ -43,12 +43,12 @@ class IncludedPlan(NamedTuple):
 
 
 class SamplesPlan(NamedTuple):
-    """Rows of a field that h5py reads at once: only one thread at a time can.
+    """Rows of a field that h5py reads in one go, since only one thread at a time can use it.
 
-    `sample`, int64 (n,), are rows of the dataset, or elements of variable length. `rows`, int64
-    (n,), are their rows in the memory of the field; for variable length, the first value of each.
-    If only parts of rows are delivered, `places`, int64 (n, rank), says where (`plan/crops.py`). If
-    they `are_kept`, these are rows in memory.
+    `sample`, int64 (n,), has rows of the dataset, or elements of variable length. `rows`, int64
+    (n,), has their rows in the memory of the field; for variable length, the first value of each.
+    For crops of rows, `places`, int64 (n, rank), says where they begin (`plan/crops.py`). If
+    `are_kept`, `sample` has rows that are kept in memory.
     """
 
     sample: Int64s
@@ -63,10 +63,10 @@ class SamplesPlan(NamedTuple):
 
 
 class Ranges(NamedTuple):
-    """Byte ranges of sources, to be read as they are stored.
+    """Byte ranges of sources, to be read without decoding.
 
-    int64 (n,): the `source` of each, its address there, its length, and its `position` in `memory`,
-    uint8, to which it goes.
+    The first four are int64 (n,): the source of each range, its `offset` and length there, and its
+    `position` in `memory`, uint8, to which it is read.
     """
 
     source: Int64s
@@ -98,9 +98,9 @@ class PlanSlice(NamedTuple):
 def cut(plans: Sequence[ReadPlan], parts: int, min_part_nbytes: int) -> Iterator[list[PlanSlice]]:
     """Cut the work of a batch into at most `parts` shares of about equal cost.
 
-    The items of all plans, one per field, are concatenated, each as long as its bytes, and cut at
-    equal distances, so that small fields are combined with large ones. Together the shares hold
-    each item once. From `min_part_nbytes` on, a share is worth handing to a thread.
+    The items of all plans, one plan per field, are laid end to end, each as long as its bytes, and
+    cut at equal distances, so that small fields are combined with large ones. Each item is in
+    exactly one share. A share of `min_part_nbytes` or more is worth handing to a thread.
     """
     costs = [plan.num_items * plan.item_nbytes for plan in plans]
     total = sum(costs)
@@ -122,22 +122,22 @@ def cut(plans: Sequence[ReadPlan], parts: int, min_part_nbytes: int) -> Iterator
 
 # --- ranges of far sources ------------------------------------------------------------------------
 
-# A request costs the client and the store about as much as so many bytes: with many of them, the
-# bytes between two ranges are fetched, too, rather than sent for in another request.
+# A request costs the client and the store about as much as transferring this many bytes, so smaller
+# gaps between two ranges are fetched, too, rather than splitting the request.
 _GAP_NBYTES = 32 * 1024
-_MOST_NBYTES = 2 << 20  # of a request of several ranges: of large batches, several are on their way
+_MOST_NBYTES = 2 << 20  # of a joined request, so that several of a large batch are in flight
 _MOST_PLACES = 1 << 62
 
 
 class ByteRanges(NamedTuple):
-    """Byte ranges by their places, int64 (n,): sorted, and none overlap."""
+    """Byte ranges by their places (see `Places`), int64 (n,): sorted and disjoint."""
 
     begins: Int64s
     ends: Int64s
 
     @classmethod
     def of(cls, begins: Int64s, ends: Int64s) -> ByteRanges:
-        """Return ranges in any order sorted, and as one where they overlap."""
+        """Sort ranges, and merge those that overlap."""
         if begins.size < 2:
             return cls(begins, ends)
         order = np.argsort(begins)
@@ -146,7 +146,7 @@ class ByteRanges(NamedTuple):
         return cls(begins[first], ends[np.append(first[1:], begins.size) - 1])
 
     def chosen(self, which: NDArray[np.bool_]) -> ByteRanges:
-        """Return some of the ranges."""
+        """Return the ranges for which `which` is True."""
         return ByteRanges(self.begins[which], self.ends[which])
 
     def same(self, other: ByteRanges) -> bool:
@@ -154,7 +154,7 @@ class ByteRanges(NamedTuple):
         return all(map(np.array_equal, self, other))
 
     def find(self, begins: Int64s, ends: Int64s) -> Int64s:
-        """Return for each range which of some others, sorted by their begins, has it; -1: none."""
+        """Return, for each range, the one of some sorted others that contains it; -1 for none."""
         found = np.searchsorted(begins, self.begins, "right") - 1
         if begins.size:
             found[self.ends > ends[found]] = -1
@@ -175,15 +175,15 @@ NO_RANGES = ByteRanges(*[np.zeros(0, np.int64)] * 2)
 
 
 class Places:
-    """The places of bytes in sources of some sizes: no request reaches from one into the next."""
+    """Numbers the bytes of all sources, with gaps so large that no request spans two sources."""
 
     def __init__(self, sizes: Int64s) -> None:
-        most = _MOST_PLACES // max(1, sizes.size) - _MOST_NBYTES  # (no file is as large)
+        most = _MOST_PLACES // max(1, sizes.size) - _MOST_NBYTES  # larger than any file
         self._sizes = np.minimum(sizes, most)
         self._starts = np.cumsum(self._sizes + _MOST_NBYTES) - self._sizes
 
     def ranges(self, source: Int64s, offset: Int64s, nbytes: Int64s) -> ByteRanges:
-        """Return what lies of ranges, in any order, within their sources."""
+        """Return ranges, which may be in any order, clipped to the sizes of their sources."""
         nbytes = np.minimum(nbytes, self._sizes[source] - offset)
         is_there = nbytes > 0
         begins = (self._starts[source] + offset)[is_there]
@@ -196,7 +196,7 @@ class Places:
 
 
 def union(*several: ByteRanges) -> ByteRanges:
-    """Return the bytes of all of several, each once."""
+    """Return the union of several sets of ranges."""
     filled = [one for one in several if one.size] or [NO_RANGES]
     return (
         filled[0]
@@ -206,12 +206,12 @@ def union(*several: ByteRanges) -> ByteRanges:
 
 
 def requests_of(ranges: ByteRanges, group: Int64s | int = 0) -> Int64s:
-    """Return the first range of each request, and the number of all: int64 (requests + 1,).
+    """Return the first range of each request, and at the end the number of ranges.
 
-    The ranges of a request follow each other near enough, or so that at least half of its bytes are
-    wanted. They are all of one `group`, which ascends.
+    They are int64 (requests + 1,). The ranges of a request have only small gaps between them, or at
+    least half of its bytes are wanted. A request never spans two groups; `group` is ascending.
     """
-    begins, ends = (column + group * _MOST_NBYTES for column in ranges)  # farther than any request
+    begins, ends = (column + group * _MOST_NBYTES for column in ranges)  # keeps groups apart
     if not ranges.size:
         return np.zeros(1, np.int64)
     near = np.flatnonzero(np.append(True, begins[1:] - ends[:-1] > _GAP_NBYTES))
@@ -224,7 +224,7 @@ def requests_of(ranges: ByteRanges, group: Int64s | int = 0) -> Int64s:
             has += nbytes
             continue
         at, start, has = first, begin, nbytes
-        while at < behind:  # of many that are near each other, the last request may be joined
+        while at < behind:  # a long row of near ranges takes several; the last may be joined
             firsts.append(at)
             start = int(begins[at])
             most = np.searchsorted(ends[at:behind], start + _MOST_NBYTES, "right")

@@ -1,8 +1,8 @@
 """Permutes, casts, scales and unpacks rows, on the host.
 
-Rows as stored enter; rows as delivered leave. `RowTransform` describes the transform, and
-`transformer` returns what does it: the compiled core without the GIL, or NumPy if the core cannot.
-A GPU does it in one kernel.
+Stored rows enter; delivered rows leave. `RowTransform` describes the transform, and `transformer`
+returns a function for it, which runs in the compiled core without the GIL, or in NumPy if the core
+cannot. A GPU does it in one kernel.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from h5async.index.layout import DatasetLayout, Text
 from h5async.plan.cf import CfDecoder, Unpacking, cf_decoder
 
 _TEXT_BLOCK_NBYTES = 1 << 18  # converted at a time
-# Numbers of stored types; see src/unpack.c.
+# Numbers of stored types: enum UnpackSource in core/src/unpack.c.
 _SOURCES = {"i1": 1, "u1": 2, "i2": 3, "u2": 4, "i4": 5, "u4": 6, "f4": 7, "f8": 8}
-_WITHOUT = {"scale": 1.0, "offset": -0.0, "low": -np.inf, "high": np.inf}  # if there is none
+_WITHOUT = {"scale": 1.0, "offset": -0.0, "low": -np.inf, "high": np.inf}  # no-op values
 _SINGLE, _DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 
-# Fills the second array from the first one, for these samples, as `RowTransform.apply` does.
+# Called with the parameters of `RowTransform.apply`.
 Transformer = Callable[[NDArray[Any], NDArray[Any], NDArray[np.int64] | None], None]
 
 
 @dataclass(frozen=True, slots=True)
 class RowTransform:
-    """How a batch of one field gets from its raw form to its delivered form.
+    """How a batch of one field is converted from its raw form to its delivered form.
 
-    A row as read has the shape `raw_row`, in the file's order without the sample dimension, and
-    the dtype `raw_dtype`, in the file's byte order (bools as uint8: any byte except 0 is True); as
-    delivered, `row` and `dtype`, which is native. `permutation` are the dimensions of a raw batch
-    (sample first) in the order of delivery. `scale` and `offset` broadcast over a delivered row, of
-    which dimension `channel` counts channels (a row without steps);
-    `text` are strings in each element that are converted as by HDF5; `cf` unpacks values by the
+    A raw row has the shape `raw_row`, in the file's order without the sample dimension, and the
+    dtype `raw_dtype`, in the file's byte order (bools as uint8: any byte except 0 is True). A
+    delivered row has the shape `row` and the native dtype `dtype`. `permutation` lists the
+    dimensions of a raw batch (sample first) in the order of delivery. `scale` and `offset`
+    broadcast over a delivered row; its dimension `channel`, not counting steps, holds the channels.
+    `text` lists strings in each element that are converted as by HDF5; `cf` unpacks values by the
     attributes of their datasets.
 
     `steps` is the number of rows of the dataset in one row here, as its first dimension; None: one,
-    without such a dimension. For a ragged field, `capacity` rows fit into a slot (None: one per
-    sample), and most batches have `likely` ones at most.
+    without that dimension. For a ragged field, `capacity` rows fit into a slot (None: one per
+    sample), and most batches have at most `likely` rows.
     """
 
     raw_row: tuple[int, ...]
@@ -83,23 +83,23 @@ class RowTransform:
 
     @property
     def rows_of_sample(self) -> int:
-        """Rows of the dataset in one here."""
+        """The number of rows of the dataset in one row here."""
         return 1 if self.steps is None else self.steps
 
     def rows(self, batch: NDArray[Any]) -> NDArray[Any]:
-        """Return an array of samples, raw or delivered, as one of rows of the dataset: a view."""
+        """Return a view of a batch, raw or delivered, as an array of rows of the dataset."""
         if self.steps is None:
             return batch
         return batch.reshape(batch.shape[0] * self.steps, *batch.shape[2:])
 
     @property
     def keeps_dimensions(self) -> bool:
-        """Whether no dimension moves."""
+        """Whether dimensions stay in their order."""
         return self.permutation == tuple(range(len(self.permutation)))
 
     @property
     def is_identity(self) -> bool:
-        """Whether raw rows are delivered as they are."""
+        """Whether raw rows are delivered unchanged."""
         return (
             self.raw_dtype == self.dtype
             and self.raw_row == self.row
@@ -122,10 +122,10 @@ class RowTransform:
 
     @property
     def channels(self) -> int | None:
-        """Channels that come last in a raw row and first in a delivered one.
+        """The number of channels, last in a raw row and first in a delivered one.
 
-        1 if no dimension moves and there is at most one factor each; None in other cases, such as
-        factors that are not those of these channels.
+        1 if no dimension moves and scale and offset are single numbers; None in all other cases,
+        such as factors that are not per channel.
         """
         rank = len(self.permutation)
         factors = [f for f in (self.scale, self.offset) if f is not None and f.size > 1]
@@ -139,8 +139,8 @@ class RowTransform:
     ) -> None:
         """Fill `out` from `raw` on the host, without temporary memory of their size.
 
-        `raw` is (n, *raw_row), and not changed; `out` is (n, *row), C-contiguous, apart from `raw`.
-        `index` are sample numbers, needed by `cf` if they are of several datasets.
+        `raw` is (n, *raw_row), and not changed; `out` is (n, *row), C-contiguous, and does not
+        overlap `raw`. `index` has the sample numbers, which `cf` needs for several datasets.
         """
         with np.errstate(all="ignore"):  # the caller may cast NaN to an integer
             if self.cf is not None:
@@ -165,10 +165,11 @@ def row_transform(field: Field, layout: DatasetLayout) -> RowTransform:
     Raises
     ------
     ConfigError
-        If the field's options do not fit the dataset: too many or too few axes, a scale of another
-        length than the channels, a cast from complex numbers, strings or compounds.
+        If the field's options do not fit the dataset: too many or too few axes, a scale whose
+        length does not match the channels, a cast from complex numbers, strings or compounds.
     DatasetError
-        If no dimension, or several, have a given name, or attributes for unpacking are invalid.
+        If no dimension, or more than one, has a given name, or attributes for unpacking are
+        invalid.
     """
     where = f'{layout.file}: dataset "{layout.path}" of shape {layout.shape}'
     rank = len(layout.shape)
@@ -225,7 +226,7 @@ def _axes(field: Field, names: DimensionNames, rank: int, where: str) -> tuple[i
     """Return the dimensions of a layout in the order of delivery; empty for its own order."""
     if not isinstance(field.num_dim, tuple) or field.axes is None:
         return tuple(numbered_axis(axis, names, rank, where) for axis in field.axes or ())
-    # In the layout, the two dimensions of samples are one, the first.
+    # The layout joins the two dimensions of samples into one, the first.
     axes = [numbered_axis(axis, names, rank + 1, where) for axis in field.axes]
     rest = [axis for axis in range(rank + 1) if axis not in axes[:2]]
     if sorted(axes[2:]) != rest:
@@ -239,7 +240,7 @@ def _channel(field: Field, layout: DatasetLayout, axes: tuple[int, ...], where: 
     if field.channel_dim is None:
         return 0
     names, rank = layout.dim_names, len(layout.shape)
-    if isinstance(field.num_dim, tuple):  # one dimension in the layout, the first
+    if isinstance(field.num_dim, tuple):  # the layout joins them into its first dimension
         numbers = [numbered_axis(axis, names, rank + 1, where) for axis in field.num_dim]
         rest = [axis for axis in range(rank + 1) if axis not in numbers]
         number = numbered_axis(field.channel_dim, names, rank + 1, where)
@@ -254,7 +255,7 @@ def _channel(field: Field, layout: DatasetLayout, axes: tuple[int, ...], where: 
 
 
 def end_strings(text: Text, out: NDArray[Any]) -> None:
-    """Fill a string of all elements with NULs after its end, as HDF5 does when it reads it."""
+    """Pad a string in all elements with NULs after its end, as HDF5 does on reading."""
     elements = out.reshape(-1).view(np.uint8).reshape(-1, out.dtype.itemsize)
     block = max(1, _TEXT_BLOCK_NBYTES // text.nbytes)
     for begin in range(0, len(elements), block):
@@ -275,7 +276,7 @@ def factor_of(
 ) -> NDArray[Any] | None:
     """Return a scale or an offset as an array that broadcasts over rows.
 
-    ConfigError if it has neither one value, nor one for each channel or element of a row.
+    Raises `ConfigError` unless it has one value, or one per channel or per element of a row.
     """
     if value is None:
         return None
@@ -296,7 +297,7 @@ def factor_of(
 
 
 def transformer(core: Core | None, transform: RowTransform) -> Transformer:
-    """Return what transforms rows: the compiled core, or NumPy if the core cannot."""
+    """Return a function that transforms rows, in the compiled core or else in NumPy."""
     if core is None:
         return transform.apply
     return native_transform(core, transform) or native_unpack(core, transform) or transform.apply
@@ -304,10 +305,9 @@ def transformer(core: Core | None, transform: RowTransform) -> Transformer:
 
 @dataclass(frozen=True, eq=False)
 class NativeTransform:
-    """Does in the core what `RowTransform.apply` does. Safe to use from many threads.
+    """Does the work of `RowTransform.apply` in the core. Thread-safe.
 
-    `struct` is complete except the number of samples, and points to `factors`, scale and offset as
-    float32.
+    `struct` lacks only the number of samples, and points to `factors`: scale and offset as float32.
     """
 
     core: Core
@@ -322,10 +322,10 @@ class NativeTransform:
 
 
 def native_transform(core: Core, transform: RowTransform) -> NativeTransform | None:
-    """Return what does a transform in the core, or None if it cannot.
+    """Return a function that does a transform in the core, or None if the core cannot.
 
-    It can if the last dimension of a sample becomes its first one, as channels of images do, or if
-    no dimension moves; to the same dtype, or to float32.
+    It can if no dimension moves, or only the last one of a sample moves to the front, as channels
+    of images do; to the same dtype, or to float32.
     """
     channels = transform.channels
     is_scaled = transform.scale is not None or transform.offset is not None
@@ -347,10 +347,10 @@ def native_transform(core: Core, transform: RowTransform) -> NativeTransform | N
 
 
 def native_unpack(core: Core, transform: RowTransform) -> Transformer | None:
-    """Return what does in the core what `RowTransform.apply` does, for packed values; else None.
+    """Return a function that transforms packed values in the core; None if the core cannot.
 
-    The core can if no dimension moves, values have at most one fill value, and its floats hold all
-    numbers exactly, as NumPy computes with them.
+    It can if no dimension moves, values have at most one fill value, and the float dtype holds all
+    stored values and attributes exactly, so that results equal NumPy's.
     """
     decoder = transform.cf
     if decoder is None or len({one.form for one in decoder.several}) > 1:
@@ -395,7 +395,7 @@ def native_unpack(core: Core, transform: RowTransform) -> Transformer | None:
 
 
 def _fills(several: Sequence[Unpacking]) -> NDArray[np.float64]:
-    """Return fill values as doubles; NaN, which equals nothing, if no value can be one."""
+    """Return fill values as doubles; NaN, which equals nothing, if no value can equal them."""
     dtype = several[0].dtype
     given = np.array([one.fills[0] if one.fills else np.nan for one in several])
     fills = given.astype(np.result_type(dtype, given)).astype(np.float64)

@@ -126,10 +126,10 @@ def test_hdf5_has_to_encode():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("gzap", "there is no filter 'gzap' that h5async writes; there are gzip"),
-        ("gzip:10", "'10' is no level of gzip, which has levels from 0 to 9"),
-        ("shuffle+lzf:2", "'2' is no level of lzf, which has none"),
-        ("gzip:", "'' is no level of gzip"),
+        ("gzap", "h5async cannot write the filter 'gzap'; choose from gzip"),
+        ("gzip:10", "invalid level '10': gzip has levels from 0 to 9"),
+        ("shuffle+lzf:2", "invalid level '2': lzf has no levels"),
+        ("gzip:", "invalid level '': gzip has levels"),
     ],
 )
 def test_misspelled(text, message):

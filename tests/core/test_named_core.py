@@ -48,7 +48,7 @@ def test_a_core_that_is_none(plain, chosen, workers):
     assert result.returncode == 0, result.stderr
     imported, message = result.stdout.splitlines()
     assert imported == "imported"
-    assert f"H5ASYNC_CORE={chosen} names no core that can be loaded" in message
+    assert f"H5ASYNC_CORE={chosen} does not name a loadable core" in message
     assert "set it to 0 to use none" in message
 
 

@@ -566,7 +566,7 @@ def test_a_full_disk_is_an_error_and_the_repack_goes_on(images, tmp_path, monkey
 WRONG = {
     "nothing": ({"fields": ["nothing"]}, DatasetError, 'there is no dataset "nothing"'),
     "rank": ({"chunks": {"data": (1, 2)}}, ConfigError, '"data" has 4 dimensions'),
-    "filter": ({"filter": "zip"}, ConfigError, "there is no filter 'zip'"),
+    "filter": ({"filter": "zip"}, ConfigError, "cannot write the filter 'zip'"),
     "format": ({"encode": {"data": "gif"}}, ConfigError, "must be png, png:0 to png:9"),
     "image": ({"encode": {"labels": "png"}}, ConfigError, r"for images, .* found int64 \(100,\)"),
     "dtype": ({"dtype": {"names": "f4"}}, ConfigError, "is for datasets of numbers"),

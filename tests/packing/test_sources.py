@@ -105,7 +105,7 @@ def test_arrays_of_other_lengths_are_refused(tmp_path):
 
 
 def test_a_filter_that_does_not_exist_is_refused_before_anything_is_written(tmp_path):
-    with pytest.raises(ConfigError, match="there is no filter 'zip'"):
+    with pytest.raises(ConfigError, match="cannot write the filter 'zip'"):
         h5async.pack({"data": np.zeros(3)}, tmp_path / "out.h5", filter="zip")
     assert not any(tmp_path.iterdir())
 

@@ -1,7 +1,7 @@
-/* Undoes the filters that change the order of bytes or bits: shuffle and bitshuffle. */
+/* Undoes the filters that reorder bytes or bits: shuffle and bitshuffle. */
 
 #if defined(SSE2)
-/* In every round, the first and the second half of some vectors are interleaved. */
+/* Each round interleaves the first half of the vectors with the second half. */
 #define INTERLEAVE_HALVES(vectors, count, low, high)                                              \
     for (int round = 1; round < count; round *= 2) {                                              \
         __m128i mixed[count];                                                                     \
@@ -35,7 +35,7 @@ INTERLEAVE(16)
 
 enum { MOST_PLANES = 16 };
 
-/* Planes of `count` bytes that lie anywhere, at most MOST_PLANES, become `count` elements. */
+/* Interleave at most MOST_PLANES separate planes of `count` bytes into `count` elements. */
 static void interleave_planes(const uint8_t *const *planes, int64_t count, int64_t element,
                               uint8_t *out)
 {
@@ -89,7 +89,7 @@ static int64_t unshuffle(const uint8_t *in, int64_t n, int64_t element, uint8_t 
     return n;
 }
 
-/* Each 64 bits are a square of 8 x 8 bits, which is transposed (Warren, Hacker's Delight, 7-3). */
+/* Transpose each 64 bits as a square of 8 x 8 bits (Warren, Hacker's Delight, 7-3). */
 ALWAYS_INLINE void transpose_bits_inline(uint8_t *data, int64_t squares)
 {
     for (int64_t i = 0; i < squares; i++) {
@@ -107,7 +107,7 @@ ALWAYS_INLINE void transpose_bits_inline(uint8_t *data, int64_t squares)
 
 ALSO_FOR_AVX2(transpose_bits, (uint8_t *data, int64_t squares), (data, squares))
 
-/* One block of a multiple of 8 elements: 8 rows of bits for each byte of an element. */
+/* Undo one block of a multiple of 8 elements, stored as 8 rows of bits per byte of an element. */
 static void unbitshuffle_block(const uint8_t *in, int64_t count, int64_t element, uint8_t *planes,
                                uint8_t *out)
 {
@@ -144,7 +144,7 @@ static int64_t unbitshuffle(Worker *w, const uint8_t *in, int64_t n, const Filte
     return n;
 }
 
-/* A block was compressed after its bits had been transposed. */
+/* Decompress each block, then undo its bitshuffle. */
 static int64_t unbitshuffle_blocks(Worker *w, const uint8_t *in, int64_t n, const Filter *f,
                                    uint8_t *out, int64_t room)
 {

@@ -1,9 +1,9 @@
-/* Undoes the filter blosc: by the library, but for what is shuffled, and compressed by lz4 or zstd.
+/* Undoes the blosc filter: with the library, except for shuffled chunks compressed by lz4 or zstd.
 
-   Its chunks are a header, the places of blocks, and blocks; a block is a stream, or one for each byte
-   of an element, each after its length (c-blosc, README_CHUNK_FORMAT.rst). A stream that did not
-   become smaller is stored as it is; numbers with noise are mostly such. They are shuffled back from
-   where they lie, where the library copies them first. What is not as expected is left to it. */
+   A chunk is a header, the offsets of its blocks, and the blocks; a block is one stream, or one per byte
+   of an element, each preceded by its length (c-blosc, README_CHUNK_FORMAT.rst). A stream that did not
+   shrink is stored uncompressed, which is common for noisy numbers; the library would copy it first, but
+   here it is unshuffled straight from the input. Anything unexpected is left to the library. */
 
 enum { BLOSC_HEADER = 16, BLOSC_VERSION = 2, LEAST_SPLIT = 128 };
 enum BloscFlag { IS_SHUFFLED = 0x01, IS_STORED = 0x02, IS_BITSHUFFLED = 0x04, IS_NEW = 0x08,
@@ -11,12 +11,11 @@ enum BloscFlag { IS_SHUFFLED = 0x01, IS_STORED = 0x02, IS_BITSHUFFLED = 0x04, IS
 
 typedef struct {
     const uint8_t *in;
-    int64_t n, nbytes, block, element, splits; /* n: of all that is stored */
+    int64_t n, nbytes, block, element, splits; /* n: stored bytes of the chunk */
     int is_lz4;
 } Blosc;
 
-/* The streams of a block, `at` where it begins; decoded to `room`, where they are not stored as they
-   are. Returns whether all is well. */
+/* Find the streams of the block at `at`, decoding the compressed ones to `room`; 0: one is damaged. */
 static int blosc_planes(Worker *w, const Blosc *b, int64_t at, int64_t splits, int64_t nbytes,
                         uint8_t *room, const uint8_t **planes)
 {
@@ -36,7 +35,7 @@ static int blosc_planes(Worker *w, const Blosc *b, int64_t at, int64_t splits, i
     return 1;
 }
 
-/* Read the header; 0: it is left to the library. */
+/* Read the header; returns 0 if the chunk is left to the library. */
 static int blosc_header(const uint8_t *in, int64_t n, Blosc *b)
 {
     int flags = in[2], format = in[2] >> 5;

@@ -1,6 +1,6 @@
 /* Reads and decodes a chunk, and copies its samples into the batch. */
 
-/* Read the wanted samples of a chunk that no filter was applied to into the scratch buffer. */
+/* Read the wanted samples of an unfiltered chunk into the scratch buffer. */
 static int read_raw_samples(const Dataset *d, Worker *w, File *file, int64_t offset,
                             const Runs *runs)
 {
@@ -16,7 +16,7 @@ static int read_raw_samples(const Dataset *d, Worker *w, File *file, int64_t off
     return 1;
 }
 
-/* Bytes that a piece of some samples takes in a chunk without filters: what is read of it. */
+/* The number of bytes read of an unfiltered chunk for a piece of the samples in `runs`. */
 static int64_t raw_nbytes(const Dataset *d, const Piece *piece, const Runs *runs)
 {
     int64_t samples = 0;
@@ -30,22 +30,22 @@ static int64_t raw_nbytes(const Dataset *d, const Piece *piece, const Runs *runs
     return samples * (most < d->sample_stride ? most : d->sample_stride);
 }
 
-/* A chunk: how it is encoded, where it lies, and where its samples go. */
+/* A chunk to read: how it is encoded, where it is stored, and where its samples go. */
 typedef struct {
     Dataset d;
     Worker *w;
     File *file;
     int64_t is_stored, offset, stored; /* is_stored 0: it was never allocated */
     uint32_t mask;
-    int64_t available; /* bytes that may be read out of the map */
+    int64_t available; /* bytes that may be read from the map */
     uint8_t *batch;
     int64_t last_ns;
 } Call;
 
-enum { DIRECT_NBYTES = 4096 }; /* a read of so many costs more than the call */
+enum { DIRECT_NBYTES = 4096 }; /* from this size on, the read itself costs more than the system call */
 
-/* Read a piece of a sample of a dataset without chunks, line by line: each in one read, with what lies
-   between its elements; or, if these are large, each of them to where it goes. `line` has room for one. */
+/* Read a piece of an unfiltered sample, line by line: each line in one read, including the gaps between
+   its elements; or, if the elements are large, each directly to its destination. `line` holds one line. */
 static int read_lines(const Call *call, const Piece *piece, int64_t from, uint8_t *to, uint8_t *line)
 {
     const Dim inner = piece->rank ? piece->dims[piece->rank - 1] : ONE_LINE;
@@ -63,11 +63,11 @@ static int read_lines(const Call *call, const Piece *piece, int64_t from, uint8_
     return 1;
 }
 
-/* Read samples that lie one after the other as they are, one by one, without a map. */
+/* Read unfiltered samples that are stored one after the other, one by one, without a map. */
 static int read_raw_lines(Call *call, const Piece *piece, const Runs *runs)
 {
     const Dataset *d = &call->d;
-    uint8_t *line = NULL; /* with room for the longest one so far: those of parts differ */
+    uint8_t *line = NULL; /* holds the longest line so far: the lines of crops differ */
     int64_t room = 0;
     int is_good = 1;
     for (int64_t r = 0; is_good && r < runs->count; r++)
@@ -93,8 +93,8 @@ static int read_raw_lines(Call *call, const Piece *piece, const Runs *runs)
     return is_good;
 }
 
-/* Read a chunk; `state` says whether it is decoded into the scratch buffer or into memory that is kept
-   (`target`), or lies decoded there already. The runs are of samples in the chunk, and rows in the
+/* Read a chunk; `state` says whether to decode it into the scratch buffer or into the store's memory
+   (`target`), or whether it is already decoded there. The runs map samples of the chunk to rows of the
    batch. */
 static int read_chunk(Call *call, int64_t cross, const Runs *runs, enum State state, uint8_t *target)
 {
@@ -123,7 +123,7 @@ static int read_chunk(Call *call, int64_t cross, const Runs *runs, enum State st
         return read_raw_lines(call, &piece, runs);
     if (in == NULL && (call->file->io == IO_MAP || call->available > 0 || d->begin >= 0))
         return fail(w, d->begin >= 0 || call->file->map == NULL ? NOT_MAPPED : UNREADABLE, -1,
-                    offset + stored, call->available); /* the file is too short, or can only be mapped */
+                    offset + stored, call->available); /* the file is too short, or must be read by map */
     int raw = is_raw(d, call->mask);
     int is_whole = state == TO_SCRATCH && d->rows_are_whole && runs->count == 1 &&
                    runs->length[0] == d->chunk_samples &&

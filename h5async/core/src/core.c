@@ -1,9 +1,9 @@
-/* The compiled core: plans batches, and reads them. ctypes calls it, and releases the GIL for the call.
-   It needs no header of Python's, so that one build serves every version of Python. What it cannot do
-   it refuses with a reason, of which Python makes an error. What it does must be what HDF5 would do.
+/* The compiled core: plans and reads batches. ctypes calls it, releasing the GIL for the call. It uses
+   no Python headers, so one build serves every version of Python. Whatever it cannot do, it refuses
+   with a reason that Python turns into an error. Its results must match HDF5's.
 
    Codecs are called through the public C interfaces of libdeflate, zstd, lz4, c-blosc, libaec, bzip2
-   and libjpeg, by pointers that are handed over. Formats: HDF5's shuffle and Fletcher-32
+   and libjpeg, by function pointers passed in from Python. Formats: HDF5's shuffle and Fletcher-32
    (H5Zshuffle.c, H5Zfletcher32.c), LibLZF's stream (h5py's lzf_filter.c), the framing of lz4
    (H5Zlz4.c) and of bitshuffle (bshuf_h5filter.c), the header of c-blosc
    (README_CHUNK_FORMAT.rst). Other filters are undone by HDF5's plugins (plugin.c). */

@@ -1,8 +1,8 @@
 /* Sums and scales the values of sparse rows (CSR), such as counts of genes in cells. */
 
-/* log(1 + x) for x from -0.5 to 2**20, to 1e-11 of its value: the exponent of 1 + x, and a series of
-   its fraction, which lies from sqrt(1/2) to sqrt(2). What 1 + x loses of x is added again: it counts
-   where that is near 1. */
+/* log(1 + x) for x from -0.5 to 2**20, with a relative error of 1e-11: from the exponent of 1 + x and a
+   series in its fraction, which is between sqrt(1/2) and sqrt(2). The rounding error of 1 + x is added
+   back: it matters where 1 + x is near 1. */
 ALWAYS_INLINE double log_of_one_plus(double x)
 {
     const double u = 1.0 + x, lost = x - (u - 1.0);
@@ -19,7 +19,7 @@ ALWAYS_INLINE double log_of_one_plus(double x)
     return (double)(int32_t)exponent * 0.6931471805599453 + (s * series + lost);
 }
 
-/* The values of a row, divided, in `out`; whether all of their logarithms are as above. */
+/* Divide the values of a row into `out`; returns whether all are in the range of log_of_one_plus. */
 #define SCALE_ROW(Value, _)                                                                       \
     ALWAYS_INLINE int scale_##Value(const Value *restrict in, int64_t count, double divisor,      \
                                     double *restrict out)                                         \
@@ -33,7 +33,7 @@ ALWAYS_INLINE double log_of_one_plus(double x)
     }                                                                                             \
     static double sum_##Value(const Value *in, int64_t count)                                     \
     {                                                                                             \
-        double sums[8] = {0}; /* at a time: each waits for the one before it */                   \
+        double sums[8] = {0}; /* independent: each addition waits for the one before it */        \
         int64_t i = 0;                                                                            \
         for (; i + 8 <= count; i += 8)                                                            \
             for (int k = 0; k < 8; k++)                                                           \
@@ -45,7 +45,7 @@ ALWAYS_INLINE double log_of_one_plus(double x)
     }
 EACH_VALUE(SCALE_ROW)
 
-/* By the kind of the values, which are counted from 1 on. */
+/* Dispatch on the kind of the values, numbered from 1. */
 #define SCALE_OF(Value, _)                                                                        \
     if (kind == ++number)                                                                         \
         is_usual = scale_##Value((const Value *)in, count, divisor, scaled);
@@ -78,7 +78,7 @@ ALSO_FOR_AVX2(scale_some,
 /* Bytes of a value, by its kind. */
 static const int8_t COUNT_NBYTES[] = {0, 1, 2, 4, 8, 1, 2, 4, 8, 4, 8};
 
-/* The sum of the values of each row; `kind` is one of enum ValueKind. */
+/* Sum the values of each row; `kind` is an enum ValueKind. */
 PUBLIC int64_t h5async_sum_rows(const void *data, const int64_t *indptr, double *sums, int64_t rows,
                                 int64_t kind)
 {
@@ -89,7 +89,7 @@ PUBLIC int64_t h5async_sum_rows(const void *data, const int64_t *indptr, double 
     return rows;
 }
 
-/* Divide the values of each row, and take log(1 + value), if wanted; `out`: float32. */
+/* Divide the values of each row by its divisor, and take log(1 + value) if `is_log`; `out` is float32. */
 PUBLIC int64_t h5async_scale_rows(const uint8_t *data, const int64_t *indptr, const double *divisors,
                                   float *out, int64_t rows, int64_t kind, int64_t is_log)
 {

@@ -1,9 +1,9 @@
-/* Parts of rows that begin at another place for each sample: draws the places, and plans the pieces that
-   lie in the parts. What is read is no more than the chunks that these touch.
+/* Crops: parts of rows that begin at a different place for each sample. Draws the places, and plans the
+   pieces that lie in the parts, so that only the chunks they touch are read.
 
-   A place is a number for each dimension of a row: the first element of the part, or what `~` makes of
-   it where the part is reversed. It depends on the seed, the epoch and the sample alone, as
-   plan/crops.py says, which computes the same. */
+   A place has one number per dimension of a row: the index of the part's first element, or its bitwise
+   complement (`~`) if the part is reversed. It depends only on the seed, the epoch and the sample;
+   plan/crops.py documents the scheme and computes the same places. */
 
 static uint64_t mixed(uint64_t x)
 {
@@ -12,7 +12,7 @@ static uint64_t mixed(uint64_t x)
     return x ^ x >> 31;
 }
 
-/* A random number of a sample, from 0 to below 1. */
+/* Random number `which` of a sample, in [0, 1). */
 static double random_number(uint64_t of_sample, int64_t which)
 {
     uint64_t step = 0x9E3779B97F4A7C15u * ((uint64_t)which + 1);
@@ -25,15 +25,15 @@ static void draw_place(const Crop *crop, uint64_t of_sample, int64_t *place)
         int64_t room = crop->extents[a] - crop->sizes[a], at = room / 2;
         if (crop->drawn[a] >= 0) {
             at = (int64_t)(random_number(of_sample, crop->drawn[a]) * (double)(room + 1));
-            at = at < room ? at : room; /* a product may be rounded up */
+            at = at < room ? at : room; /* the product may be rounded up */
         }
         int is_flipped = crop->flipped[a] >= 0 && random_number(of_sample, crop->flipped[a]) < 0.5;
         place[a] = is_flipped ? ~at : at;
     }
 }
 
-/* Draw the places of all fields of a batch of which parts of rows are wanted, by two numbers of the
-   epoch. 0: there is no memory for them. */
+/* Draw the places of all cropped fields of a batch from the two numbers `draw` of the epoch, or copy
+   those given. Returns 0 if memory allocation fails, or places are neither given nor to be drawn. */
 static int draw_places(BatchPlan *plan, const Field *fields, const Target *targets,
                        int64_t num_fields, const int64_t *samples, int64_t count,
                        const uint64_t *draw)
@@ -60,7 +60,7 @@ static int draw_places(BatchPlan *plan, const Field *fields, const Target *targe
     return 1;
 }
 
-/* The cells of a dimension that a part touches: from the first one on, to before `end`. */
+/* The cells of a dimension that a part touches: from `first` up to, not including, `end`. */
 typedef struct {
     int64_t first, end;
 } CellRange;
@@ -78,8 +78,8 @@ static CellRange cells_within(const Dataset *d, int64_t a, const int64_t *begin,
     return (CellRange){last_at(begin, count, origin), last_at(begin, count, last) + 1};
 }
 
-/* List the pieces of the row at a position that its part touches, as `wanted`: their numbers, and which
-   row it is. */
+/* Append to `wanted` the pieces that the part of the row at `position` touches: the number of each, and
+   the index `row`. */
 static int list_pieces(BatchPlan *plan, const Dataset *d, int64_t position, int64_t row, int64_t *count)
 {
     const int64_t *place = d->places + position / d->crop->rows_of_sample * d->crop->rank;
@@ -105,12 +105,12 @@ static int list_pieces(BatchPlan *plan, const Dataset *d, int64_t position, int6
     return 1;
 }
 
-/* Rows whose chunks are the same, but for the pieces: where they lie in the chunks, and in the batch. */
+/* Rows stored in the same chunks: where they lie in the chunks, and in the batch. */
 typedef struct {
     int64_t local[BLOCK_SEQUENCES], position[BLOCK_SEQUENCES], count, group;
 } RowGroup;
 
-/* Take the next rows that are in the same chunks, and go on behind them. */
+/* Take the next rows that share chunks, and advance `ranks` past them. */
 static void next_group(const BatchPlan *plan, const Layer *l, int64_t segment, int64_t per_chunk,
                        Ranks *ranks, RowGroup *rows)
 {
@@ -128,7 +128,7 @@ static void next_group(const BatchPlan *plan, const Layer *l, int64_t segment, i
     }
 }
 
-/* How rows lie, and where parts of them begin. */
+/* Complete a dataset with the field's crop and the places of this batch, if the field has a crop. */
 static Dataset with_places(const BatchPlan *plan, const Field *f, Dataset d)
 {
     if (d.crop == NULL)
@@ -138,7 +138,7 @@ static Dataset with_places(const BatchPlan *plan, const Field *f, Dataset d)
     return d;
 }
 
-/* Parts of rows: each item is one piece of some rows, which all need it. */
+/* Plan parts of rows: each item is one piece, and the rows that need it. */
 static int plan_crops(BatchPlan *plan, const Field *f, int32_t field, int32_t layer, int64_t segment,
                       Ranks ranks)
 {

@@ -1,7 +1,7 @@
 /* Cuts samples into batches by their lengths, as order/lengths.py does. */
 
-/* Cut samples into runs: each has as many as `most_samples` and `most_values` allow, and at least one.
-   `ends`, with room for `n`, is told where they end. Returns how many there are. */
+/* Cut samples into runs, each as long as `most_samples` and `most_values` allow but of at least one sample.
+   Writes where they end to `ends`, which has room for `n`. Returns the number of runs. */
 PUBLIC int64_t h5async_cut(const int64_t *lengths, int64_t *ends, int64_t n, int64_t most_samples,
                            int64_t most_values)
 {
@@ -18,9 +18,9 @@ PUBLIC int64_t h5async_cut(const int64_t *lengths, int64_t *ends, int64_t n, int
     return found;
 }
 
-/* Sort samples within windows, which end at `window`, the longest first, and cut these into batches of at
-   most `most_values`: samples times the longest length. `order` and `ends` have room for as many numbers
-   as there are samples. Returns how many batches; -1: there is no memory. */
+/* Sort samples by length, longest first, within windows that end at `window`, and cut these into batches of
+   at most `most_values` (samples times the longest length). `order` and `ends` have room for one number per
+   sample. Returns the number of batches, or -1 if memory allocation fails. */
 PUBLIC int64_t h5async_cut_sorted(const int64_t *lengths, const int64_t *window, int64_t *order,
                                   int64_t *ends, int64_t num_windows, int64_t most_samples,
                                   int64_t most_values)

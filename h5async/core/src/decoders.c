@@ -1,8 +1,8 @@
-/* Undoes single filters. Each function returns how many bytes it decoded, -1 where the
-   encoded bytes are damaged. */
+/* Undoes single filters. Each function returns the number of decoded bytes, or -1 if the encoded bytes
+   are damaged. */
 
-/* Return memory for a decoder that would lose its own where a page of the map of the file, from which
-   `in` is copied to it first, cannot be read: the next call frees it then. */
+/* Copy `in` to memory that the worker owns, with room for `more` bytes. A decoder that allocated its own
+   would leak it if a page of the file's map cannot be read; this memory is freed by the next call. */
 static uint8_t *hold(Worker *w, const uint8_t *in, int64_t n, int64_t more)
 {
     free(w->held);
@@ -32,7 +32,7 @@ static int64_t unzstd(Worker *w, const uint8_t *in, int64_t n, uint8_t *out, int
     return l->ZSTD_isError(count) ? -1 : (int64_t)count;
 }
 
-/* By the library, since the plugin never ends with a stream that was cut short. */
+/* Uses the library, because HDF5's plugin never returns on a truncated stream. */
 static int64_t unbzip2(Worker *w, const uint8_t *in, int64_t n, uint8_t *out, int64_t room)
 {
     unsigned count = room > UINT32_MAX ? UINT32_MAX : (unsigned)room;
@@ -74,11 +74,11 @@ static int64_t big64(const uint8_t *in)
     return value > INT64_MAX ? INT64_MAX : (int64_t)value;
 }
 
-/* The framing that the filters lz4 and bitshuffle share: how many bytes there are when decoded, and
-   in a block; then the blocks, each after its length. */
+/* The framing shared by the lz4 and bitshuffle filters: the number of decoded bytes, in total and per
+   block; then the blocks, each preceded by its length. */
 typedef struct {
     const uint8_t *in;
-    int64_t n, at, nbytes, block; /* at: behind what was read */
+    int64_t n, at, nbytes, block; /* at: end of what has been read */
 } Blocks;
 
 static int read_head(const uint8_t *in, int64_t n, Blocks *b)
@@ -89,7 +89,7 @@ static int read_head(const uint8_t *in, int64_t n, Blocks *b)
     return b->block > 0;
 }
 
-/* Return the next block; NULL: it is not all there. */
+/* Return the next block, or NULL if it is truncated. */
 static const uint8_t *next_block(Blocks *b, int64_t *length)
 {
     if (b->n - b->at < 4)
@@ -120,7 +120,7 @@ static int64_t unlz4_blocks(Worker *w, const uint8_t *in, int64_t n, uint8_t *ou
     return b.nbytes;
 }
 
-/* Where there is room, copies whole words of 8 bytes, and so up to 7 bytes too many. */
+/* Where there is room, copies more than needed: words of 8 bytes for matches, 32 bytes for literals. */
 static int64_t unlzf(const uint8_t *in, int64_t n, uint8_t *out, int64_t room)
 {
     const uint8_t *const end = in + n;
@@ -169,8 +169,8 @@ static int64_t unlzf(const uint8_t *in, int64_t n, uint8_t *out, int64_t room)
     return to - out;
 }
 
-/* Whether the last 4 bytes are the checksum of the others: sums modulo 65535 of big-endian words,
-   in which 65535 is not taken for zero; each half may have either byte order. */
+/* Return the number of bytes before the checksum in the last 4 bytes, or -1 if it does not match: sums
+   modulo 65535 of big-endian words, with 65535 not reduced to zero; each half may have either byte order. */
 static int64_t fletcher32(const uint8_t *in, int64_t n)
 {
     uint64_t sum1 = 0, sum2 = 0;

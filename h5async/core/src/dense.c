@@ -7,12 +7,12 @@ typedef struct {
     const void *data, *indices;
     const int64_t *indptr; /* [rows + 1] */
     uint8_t *out;
-    int64_t rows, columns, total, row_nbytes; /* total: of values; row_nbytes: from row to row */
+    int64_t rows, columns, total, row_nbytes; /* total: number of values; row_nbytes: stride of rows */
     int32_t data_kind, out_kind, index_nbytes;
     int32_t padding;
 } Sparse;
 
-/* A row is cleared and then added to, while it lies in the cache. Unsigned, sums wrap around. */
+/* Clear a row and add its values while it is in the cache. Integers are summed unsigned, so they wrap. */
 #define DENSE_ROW(name, Value, Sum, Out, Index)                                                   \
     static int name(const Sparse *s, int64_t row)                                                 \
     {                                                                                             \
@@ -29,7 +29,7 @@ typedef struct {
         return 1;                                                                                 \
     }
 
-/* Values as they are, and as float32, each with indices of 4 and of 8 bytes. */
+/* Values of their own type, and as float32, each with indices of 4 and of 8 bytes. */
 #define DENSE_ROWS(Value, Sum)                                                                    \
     DENSE_ROW(dense32_##Value, Value, Sum, Value, int32_t)                                        \
     DENSE_ROW(dense64_##Value, Value, Sum, Value, int64_t)                                        \
@@ -38,7 +38,7 @@ typedef struct {
 #define DENSE_OF(Value, Sum)                                                                      \
     {{dense32_##Value, dense64_##Value}, {float32_##Value, float64_##Value}},
 
-/* Each kind of value, in the order of its numbers. */
+/* Each kind of value, in the order of enum ValueKind. */
 #define EACH_VALUE(DO)                                                                            \
     DO(int8_t, uint32_t) DO(int16_t, uint32_t) DO(int32_t, uint32_t) DO(int64_t, uint64_t)        \
     DO(uint8_t, uint32_t) DO(uint16_t, uint32_t) DO(uint32_t, uint32_t) DO(uint64_t, uint64_t)    \
@@ -49,8 +49,8 @@ typedef int (*DenseRow)(const Sparse *, int64_t);
 
 static const DenseRow DENSE[][2][2] = {EACH_VALUE(DENSE_OF)};
 
-/* Returns how many rows were made before the first that has an index which is no column's, or whose
-   values are none of the matrix; -1 where values or indices are of another kind. */
+/* Returns the number of rows made before the first with a column index or an indptr out of range; -1 if
+   values or indices are of an unsupported kind. */
 PUBLIC int64_t h5async_make_dense(const Sparse *s)
 {
     if (s->data_kind < OF_INT8 || s->data_kind > OF_FLOAT64 ||

@@ -1,5 +1,5 @@
-/* Asks HDF5 how a dataset is stored, in one call, through pointers to the functions of the HDF5 that
-   h5py has loaded, under h5py's lock. */
+/* Asks HDF5 how a dataset is stored, in one call, through function pointers into the HDF5 library that
+   h5py has loaded. Called under h5py's lock. */
 
 enum { MOST_VALUES = 64, NAME_NBYTES = 64, ID_RANK = 32 };
 enum { IS_CHUNKED = 2, IS_VIRTUAL = 3 }; /* H5D_layout_t */
@@ -19,7 +19,7 @@ typedef struct {
     int (*get_class)(int64_t space);
 } AskHDF5;
 
-/* What is written one behind the other; `end` is behind `room` once that does not suffice. */
+/* Appended bytes; `end` goes on counting beyond `room` when they do not fit. */
 typedef struct {
     uint8_t *at;
     size_t end, room;
@@ -56,7 +56,7 @@ static int put_filters(const AskHDF5 *f, int64_t plist, Key *k)
     return num_filters >= 0;
 }
 
-/* Other datasets or files may hold the values: then it is not for here. */
+/* Returns 0 if other datasets or files hold the values, which is left to Python. */
 static int put_properties(const AskHDF5 *f, int64_t plist, Key *k)
 {
     uint64_t chunk[ID_RANK];
@@ -74,8 +74,8 @@ static int put_properties(const AskHDF5 *f, int64_t plist, Key *k)
     return put_filters(f, plist, k);
 }
 
-/* Writes what datasets that are stored alike have in common to `key`; returns its length, or 0 where
-   h5py has to be asked. `shape` [1 + 32] are rank and extents; the rank is -1 of an empty dataset. */
+/* Writes to `key` what identically stored datasets have in common; returns its length, or 0 if h5py has
+   to be asked. `shape` [1 + 32] receives rank and extents; the rank of a null dataspace is -1. */
 PUBLIC int64_t h5async_describe(const AskHDF5 *f, int64_t dataset, int64_t *shape, uint8_t *key,
                                 int64_t room)
 {

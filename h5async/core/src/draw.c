@@ -1,11 +1,11 @@
-/* Draws samples with replacement, as order/selection.py does: from an alias table, by the random numbers
-   of a counter (Philox 4x64 with 10 rounds), which is the position of the draw. */
+/* Draws samples with replacement, as order/selection.py does: from an alias table, with the random numbers
+   of a counter-based generator (Philox 4x64 with 10 rounds). The counter is the position of the draw. */
 
-/* Of draws that belong together, all columns come first, then all coins. */
+/* In each group of DRAWN_TOGETHER draws, the random numbers of all columns come before those of all coins. */
 enum { DRAWN_TOGETHER = 4096, DRAWN_AT_ONCE = 64, COUNTS_AT_ONCE = DRAWN_AT_ONCE / 4 };
 enum { PHILOX_ROUNDS = 10 };
 
-/* A column of an alias table stands for its own number with probability `share`, and else for `alias`. */
+/* A column of an alias table yields its own index with probability `share`, and `alias` otherwise. */
 typedef struct {
     double share;
     int64_t alias;
@@ -16,8 +16,8 @@ ALWAYS_INLINE uint64_t high_product(uint64_t x, uint64_t y)
     return (uint64_t)((unsigned __int128)x * y >> 64);
 }
 
-/* Four random numbers, from 0 to below 1, of each of COUNTS_AT_ONCE counts from `counter` on; two counts
-   at a time, because one alone waits for its products. */
+/* Four random numbers in [0, 1) for each of COUNTS_AT_ONCE counter values from `counter` on. Computes two
+   at a time: a single one would stall on its multiplications. */
 static void random_numbers(uint64_t counter, const uint64_t *key, double *found)
 {
     static const uint64_t factor[] = {0xCA5A826395121157u, 0xD2E7470EE14C6C93u};
@@ -38,8 +38,8 @@ static void random_numbers(uint64_t counter, const uint64_t *key, double *found)
     }
 }
 
-/* Draws what is at `n` positions from `begin` on. Where all these lie in the table first, and then what
-   stands there: so the processor fetches many of them from memory at a time. */
+/* Draws for `n` positions from `begin` on. Computes the table indices of a group before it looks any of
+   them up, so that the processor fetches many entries from memory at a time. */
 PUBLIC int64_t h5async_draw(const Column *table, const uint64_t *key, int64_t *drawn, int64_t count,
                             int64_t begin, int64_t n)
 {
@@ -60,14 +60,14 @@ PUBLIC int64_t h5async_draw(const Column *table, const uint64_t *key, int64_t *d
         for (int64_t i = 0; i < some; i++) {
             Column column = table[out[i]];
             int64_t is_own = -(int64_t)(coins[skipped + i] < column.share); /* all bits, or none */
-            out[i] = (out[i] & is_own) | (column.alias & ~is_own); /* a branch would be a guess */
+            out[i] = (out[i] & is_own) | (column.alias & ~is_own); /* a branch would be unpredictable */
         }
     }
     return n;
 }
 
-/* Put what was drawn in the order of its units, numbered below `num_units`, and of each as it comes.
-   `ends`, zeros at first, is told where the draws of each unit end. */
+/* Sort draws by unit (numbered below `num_units`), stably. `ends`, zeroed by the caller, is set to where
+   the draws of each unit end. */
 PUBLIC int64_t h5async_group(const int64_t *drawn, const int64_t *unit, int64_t *grouped, int64_t *ends,
                              int64_t n, int64_t num_units)
 {

@@ -1,7 +1,7 @@
-/* Lists what is to be fetched of sources that lie elsewhere, before a plan is read, or an item of it.
+/* Lists the ranges of far (remote) sources to fetch before a plan, or an item of it, is read.
 
-   A plan lists all of it at once, but for elements of variable length: where their values lie is known
-   once the collections that hold them were fetched. So who fetches lists again until nothing is new. */
+   A plan lists everything at once, except for elements of variable length: where their values are is only
+   known once their collections have been fetched. So the caller lists and fetches until nothing is new. */
 
 static void use_fetched(File *file, const BatchPlan *plan, int64_t source)
 {
@@ -15,7 +15,7 @@ static void use_fetched(File *file, const BatchPlan *plan, int64_t source)
     file->failed_at = -1;
 }
 
-/* Whether a piece, with its chunk at `extent`, is kept where it is looked for when it is read. */
+/* Whether a piece, with its chunk at `extent`, is already in the store that its read looks in. */
 static int piece_is_kept(const Field *f, const Item *item, int32_t cross, const Call *call,
                          const Runs *runs, int64_t extent)
 {
@@ -29,7 +29,7 @@ static int piece_is_kept(const Field *f, const Item *item, int32_t cross, const 
     return key >= 0 && is_ready(f->store, (uint64_t)key, cross, shape->dataset.num_cross);
 }
 
-/* The lines of some samples that lie one after the other as they are. */
+/* Ask for the lines of unfiltered samples that are stored one after the other. */
 static void ask_for_lines(const Work *work, const Call *call, const Piece *whole, const Runs *runs,
                           Span *span)
 {
@@ -48,7 +48,7 @@ static void ask_for_lines(const Work *work, const Call *call, const Piece *whole
         }
 }
 
-/* A piece of an item, or what is wanted of it where it is stored as it is. */
+/* Ask for the chunk of a piece; of an unfiltered one, only for the wanted lines. */
 static void ask_for_piece(const Work *work, const Item *item, int32_t cross, Span *span)
 {
     const Field *f = &work->fields[item->field];
@@ -71,8 +71,8 @@ static void ask_for_piece(const Work *work, const Item *item, int32_t cross, Spa
         ask_later(work->file, span, call.offset, call.stored);
 }
 
-/* Elements of variable length. Those of collections that were fetched are found first; the others are
-   asked for, also by elements without values, which are checked, too. */
+/* Ask for elements of variable length. Resolves those whose collections were fetched, and asks for the
+   other collections, also for elements without values, because these are checked, too. */
 static void ask_for_values(Work *work, const Item *item, Span *span)
 {
     HeapCall call = heap_call(work, &work->fields[item->field], &work->targets[item->field], item);
@@ -94,10 +94,10 @@ static void list_item(Work *work, const Item *item)
         ask_for_piece(work, item, c, &span);
 }
 
-enum { BLOCKS_PER_ROW = 64 }; /* that are looked at in the time in which one row is asked for */
+enum { BLOCKS_PER_ROW = 64 }; /* checking this many marks takes as long as asking for one row */
 
-/* Whether all from the first of many rows to the last is known to be kept: to ask that of each of them
-   would take as long as to copy small ones. */
+/* Whether the whole span from the first to the last of many rows is known to be kept: checking each row
+   would take as long as copying small ones. */
 static int span_is_kept(const Work *work, const Item *item)
 {
     const Field *f = &work->fields[item->field];
@@ -121,7 +121,7 @@ static int span_is_kept(const Work *work, const Item *item)
            mirror_is_marked(work->file->mirror, offset, nbytes);
 }
 
-/* Read an item as out of a map where all that it needs is kept. */
+/* Let an item be read from the mirror as from a map if everything it needs is there. */
 static void look_into_mirror(Work *work, const Item *item)
 {
     Asked missing = {NULL, 0, 0};
@@ -136,7 +136,7 @@ static void look_into_mirror(Work *work, const Item *item)
         file->map = file->mirror->map, work->available = work->mappable = file->nbytes;
 }
 
-/* The items at hand, but those that were read. */
+/* List what the current items need, except those already done. */
 static void list_section(void *data)
 {
     Work *work = data;
@@ -151,8 +151,8 @@ static void list_section(void *data)
     }
 }
 
-/* List what items `start` to `stop` of a plan read of sources that lie elsewhere, by source, with
-   repetitions; not what is kept here, but for `lists_all`. Returns how many ranges that are; only `room` of them are written. */
+/* List the ranges of far sources that items `start` to `stop` of a plan read, by source, with repetitions,
+   without those in a mirror unless `lists_all`. Returns their number, of which at most `room` are written. */
 PUBLIC int64_t h5async_list_ranges(BatchPlan *plan, const Field *fields, const Target *targets,
                                    Sources *sources, Worker *w, int64_t start, int64_t stop,
                                    Fetched *ranges, int64_t room)
@@ -177,7 +177,7 @@ PUBLIC int64_t h5async_list_ranges(BatchPlan *plan, const Field *fields, const T
                 forget_mirror(&file);
             file.asked = &asked, work.file = &file, work.at = start, work.end = end;
             if (!read_guarded(&file, list_section, &work) && file.event != STOPPED)
-                end = start, asked.count = before; /* again, without the mirror */
+                end = start, asked.count = before; /* retry without the mirror */
         }
         release_source(sources, source, &file);
     }

@@ -1,4 +1,4 @@
-/* Reads byte ranges of a file, tells whether they are cached, and asks the system to cache them. */
+/* Reads byte ranges of a file, checks whether they are cached, and asks the system to cache them. */
 
 #if defined(__APPLE__)
 #define MODIFIED(status) (status).st_mtimespec
@@ -10,10 +10,10 @@
 
 static int64_t in_ns(struct timespec t)
 {
-    return (int64_t)((uint64_t)t.tv_sec * 1000000000 + (uint64_t)t.tv_nsec); /* 2262: it wraps */
+    return (int64_t)((uint64_t)t.tv_sec * 1000000000 + (uint64_t)t.tv_nsec); /* wraps in 2262 */
 }
 
-/* Whether a File or a Source, as it was indexed, has the status of a file. */
+/* Whether a File or a Source, as indexed, matches the `struct stat` of a file. */
 #define IS_SAME_FILE(known, status)                                                               \
     ((int64_t)(status).st_dev == (known)->device && (int64_t)(status).st_ino == (known)->inode)
 #define IS_SAME_STATE(known, status)                                                              \
@@ -21,7 +21,7 @@ static int64_t in_ns(struct timespec t)
      in_ns(MODIFIED(status)) == (known)->modified_ns &&                                           \
      in_ns(STATUS_CHANGED(status)) == (known)->changed_ns)
 
-/* Whether the file is what was indexed, by device, inode, size and times. */
+/* Whether the file is unchanged since it was indexed, by device, inode, size and times. */
 static int is_as_indexed(File *file)
 {
     struct stat status;
@@ -36,7 +36,7 @@ static int is_as_indexed(File *file)
     return 0;
 }
 
-/* Of a file that was just compared with what was indexed: so it has that size. */
+/* The size of a file that was just compared with its index, and so has the indexed size. */
 static int64_t nbytes_of_file(const File *file)
 {
     struct stat status;
@@ -55,7 +55,7 @@ static int64_t mappable_nbytes(const File *file)
     return nbytes < file->map_nbytes ? nbytes : file->map_nbytes;
 }
 
-/* Whether the reader is being closed, so that nobody wants the rest. */
+/* Whether the reader is being closed, so that the rest is not needed. */
 static int is_stopped(File *file, const Worker *w)
 {
     if (w->stop == NULL || *w->stop == 0)
@@ -65,8 +65,8 @@ static int is_stopped(File *file, const Worker *w)
 }
 
 #ifdef RWF_NOWAIT
-/* Whether a map may tell which pages are in memory. Of a file of others that may not be written, the system
-   says so of all pages, even of those far behind the end: that does where memory will soon have them all. */
+/* Whether mincore can be trusted for the file's map. For files that the process neither owns nor may write,
+   Linux reports all pages as resident, even far beyond the end; harmless if memory will soon hold them all. */
 static int map_tells(const File *file)
 {
     const int64_t page_nbytes = sysconf(_SC_PAGESIZE);
@@ -83,8 +83,8 @@ static int map_tells(const File *file)
 }
 #endif
 
-/* Whether one byte can be read without waiting for a disk. File systems in memory, and those over
-   others (tmpfs, overlay), do not tell by a read; of a mapped file, the map may. */
+/* Whether one byte can be read without waiting for a disk. In-memory and stacked file systems (tmpfs,
+   overlay) do not support RWF_NOWAIT; if the file is mapped, mincore may tell. */
 static int is_cached(const File *file, int64_t offset)
 {
 #ifdef RWF_NOWAIT
@@ -115,13 +115,14 @@ static void ask_for(const File *file, int64_t offset, int64_t nbytes)
 #endif
 }
 
-/* Some bytes that are to be asked for. */
+/* A range of bytes to ask for. */
 typedef struct {
-    int64_t begin, end, num_long; /* num_long: long runs before, for which nothing was asked */
+    int64_t begin, end, num_long; /* num_long: earlier runs that were too long to ask for */
 } Span;
 
-/* Ask for some bytes together with those before and behind that follow each other. Of a long run
-   nothing is asked for: when it is read, the system reads ahead, in pages that are larger. */
+/* Add bytes to the pending span, first asking for the span if they do not follow it closely. A long run is
+   not asked for: when it is read, the system itself reads ahead, in larger pages. For far sources, ranges
+   missing from the mirror are listed in `asked` instead. */
 static void ask_later(const File *file, Span *span, int64_t offset, int64_t nbytes)
 {
     if (file->asked != NULL) {
@@ -144,7 +145,7 @@ static void ask_later(const File *file, Span *span, int64_t offset, int64_t nbyt
     span->end = offset + nbytes > span->end ? offset + nbytes : span->end;
 }
 
-/* Where the bytes at an offset are that were fetched, and how many follow; 0: none were. */
+/* Set `at` to the fetched bytes at an offset, and return how many there are; 0 if none were fetched. */
 static int64_t find_fetched(const File *file, int64_t offset, const uint8_t **at)
 {
     int64_t low = -1, high = file->num_fetched;
@@ -157,7 +158,7 @@ static int64_t find_fetched(const File *file, int64_t offset, const uint8_t **at
     return inside < found->nbytes ? found->nbytes - inside : 0;
 }
 
-/* Some bytes that lie together, as they are kept or were fetched; NULL: not so. */
+/* Contiguous bytes in the mirror or in a fetched range; NULL if neither has all of them. */
 static const uint8_t *fetched_at(const File *file, int64_t offset, int64_t nbytes)
 {
     const uint8_t *at = NULL;

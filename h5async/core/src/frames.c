@@ -1,21 +1,21 @@
-/* Cuts encoded chunks into blocks, each of which was compressed alone.
+/* Cuts encoded chunks into their independently compressed blocks.
 
-   A GPU then decodes all blocks of a batch at once. Lengths, headers and checksums are compared with
-   what is expected, but no block is decoded here. No chunk is cut that the host's decoders would
-   refuse; every chunk that is unusual in any way is left to them. */
+   A GPU then decodes all blocks of a batch at once. Lengths, headers and checksums are checked, but no
+   block is decoded here. A chunk that the host's decoders would refuse is never cut, and any unusual
+   chunk is left to them. */
 
 typedef struct {
     const uint8_t *base;
-    const int64_t *position, *nbytes; /* [count]: where encoded chunks lie, from `base` on */
+    const int64_t *position, *nbytes; /* [count]: offsets of the encoded chunks from `base` */
     int64_t base_nbytes, count;
-    int32_t kind, has_checksum;       /* NOTHING: not compressed; a Fletcher-32 may come last */
+    int32_t kind, has_checksum;       /* kind NOTHING: uncompressed; has_checksum: Fletcher-32 at the end */
     int64_t element, block_nbytes;    /* BITSHUFFLE_*: bytes of an element, of a block */
-    int64_t expected_nbytes, pitch;        /* of a chunk decoded; chunk k goes to k * pitch */
-    int64_t *source;                  /* [max_tasks]: where blocks lie, from `base` on */
+    int64_t expected_nbytes, pitch;        /* size of a decoded chunk; chunk k goes to k * pitch */
+    int64_t *source;                  /* [max_tasks]: offsets of the blocks from `base` */
     uint64_t *source_nbytes;
     int64_t *target;                  /* where they go */
     uint64_t *target_nbytes;
-    int64_t *copy_source, *copy_target, *copy_nbytes; /* [max_copies]: what is not compressed */
+    int64_t *copy_source, *copy_target, *copy_nbytes; /* [max_copies]: uncompressed parts */
     uint32_t *adler;                  /* [count], DEFLATE: of the decoded chunk */
     int64_t max_tasks, max_copies, num_tasks, num_copies;
 } Frames;
@@ -42,17 +42,17 @@ static int add_copy(Frames *f, int64_t source, int64_t target, int64_t nbytes)
     return 1;
 }
 
-/* Whether bytes begin with the header of a zlib frame without a dictionary, and have room for a
-   stream and its checksum (RFC 1950). Only a decoder finds where the stream ends. */
+/* Whether bytes begin with the header of a zlib frame without a dictionary, and are long enough for a
+   stream and its checksum (RFC 1950). Only a decoder can find the end of the stream. */
 static int is_zlib_frame(const uint8_t *in, int64_t n)
 {
     return n > 6 && (in[0] & 15) == 8 && in[0] >> 4 <= 7 && !(in[1] & 0x20) &&
            (in[0] << 8 | in[1]) % 31 == 0;
 }
 
-/* Whether bytes are exactly one frame of zstd that may hold `expected` bytes (RFC 8878): the headers
-   of all its blocks are read. Frames with a dictionary, or with a checksum, which not every decoder
-   verifies, are refused. */
+/* Whether bytes are exactly one zstd frame that may decode to `expected` bytes (RFC 8878), by the headers
+   of all its blocks. Refuses frames with a dictionary, or with a checksum, because not every decoder
+   verifies it. */
 static int is_zstd_frame(const uint8_t *in, int64_t n, int64_t expected)
 {
     if (n < 9 || little32(in) != ZSTD_FRAME || in[4] & 0x1F)
@@ -89,22 +89,22 @@ static int is_zstd_frame(const uint8_t *in, int64_t n, int64_t expected)
     return at == n;
 }
 
-/* One of the blocks that follow each other, each after its length. */
+/* Cut one of a chunk's blocks, which are each preceded by their length. */
 static int cut_block(Frames *f, int64_t at, int64_t n, int64_t target, int64_t expected)
 {
     switch (f->kind) {
-    case LZ4: /* as long as its content: not compressed; so none is longer */
+    case LZ4: /* a block as long as its content is stored uncompressed, so none is longer */
         if (n == expected)
             return add_copy(f, at, target, expected);
         return n > 0 && n < expected && add_task(f, at, n, target, expected);
-    case BITSHUFFLE_LZ4: /* compressed in any case, even where that makes it longer */
+    case BITSHUFFLE_LZ4: /* always compressed, even if that makes it longer */
         return n > 0 && n <= expected + expected / 255 + 16 && add_task(f, at, n, target, expected);
     default:
         return is_zstd_frame(f->base + at, n, expected) && add_task(f, at, n, target, expected);
     }
 }
 
-/* Bitshuffle leaves up to 7 elements at the end as they are: they do not fill a square of bits. */
+/* Bitshuffle stores up to 7 elements at the end unchanged: they do not fill an 8 x 8 square of bits. */
 static int cut_blocks(Frames *f, int64_t at, int64_t n, int64_t target)
 {
     int64_t square = f->kind == LZ4 ? 1 : 8 * f->element;
@@ -160,8 +160,8 @@ static int can_cut(const Frames *f)
            f->count > 0 && f->count <= INT64_MAX / f->pitch;
 }
 
-/* Returns how many chunks were cut. It stops at the first with anything unusual, or with no room for
-   its blocks, and removes what it had added of that chunk. */
+/* Returns the number of chunks cut. Stops at the first one that is unusual in any way, or whose blocks
+   there is no room for, and removes any blocks it had added for that chunk. */
 PUBLIC int64_t h5async_cut_frames(Frames *f)
 {
     int64_t done = 0;

@@ -1,8 +1,7 @@
-/* Requests of the consumer's turns: the next batch, or given samples, which any thread may also read at
-   once. */
+/* Requests for the next batch, or for given samples, which any thread may also read immediately. */
 
-/* Request a batch of given samples: an array, the first argument, that nobody changes any more. Where its
-   turn comes, slots.py says. Returns whether it did; not where anything is wrong with the samples. */
+/* Request a batch of given samples: the first argument, an array that must not change any more. slots.py
+   defines when its turn comes. Returns False if Python has to: the samples are invalid, say. */
 static Object *give(Object *self, Object *const *arguments, intptr_t count)
 {
     (void)count;
@@ -31,22 +30,22 @@ static Object *give(Object *self, Object *const *arguments, intptr_t count)
     return PyBool_FromLong(is_good);
 }
 
-/* Request a batch more. Returns 0 where it was not done here, and 2 if it is the last of its epoch. */
+/* Request one more batch. Returns 0 if it is left to Python, 2 if it is the last of its epoch, else 1. */
 static Object *ask(Object *self, Object *const *arguments, intptr_t count)
 {
     (void)arguments, (void)count;
     Turns *t = (void *)PyByteArray_AsString(self);
     if (!t->is_lent || in_run(t, t->asked) >= t->stop)
         return PyLong_FromLongLong(0);
-    int is_given = given_of(t, t->asked) != NULL; /* where a loop has read ahead */
+    int is_given = given_of(t, t->asked) != NULL; /* if a loop has read ahead */
     int64_t is_last = !is_given && place_of(t, in_run(t, t->asked)).is_last;
     t->asked++;
     submit_next(t);
     return PyLong_FromLongLong(1 + is_last);
 }
 
-/* Fill a batch, by its serial, that was submitted as the consumer's own, if it is cheap. Not lent.
-   Returns whether it did. */
+/* Fill the batch with this serial, which was submitted as the consumer's own, if it is cheap. Only while
+   the state is not lent. Returns whether it did. */
 static Object *fill_own(Object *self, Object *const *arguments, intptr_t count)
 {
     (void)count;
@@ -54,7 +53,7 @@ static Object *fill_own(Object *self, Object *const *arguments, intptr_t count)
     int64_t serial = PyLong_AsLongLong(arguments[0]);
     if (t->is_lent || t->is_inside || t->waits_not || !t->is_open)
         return PyBool_FromLong(0);
-    t->is_inside = 1; /* nothing is freed meanwhile */
+    t->is_inside = 1; /* so that nothing is freed meanwhile */
     void *thread = PyEval_SaveThread();
     int is_filled = fill_own_job(t->queue, t->worker, serial);
     PyEval_RestoreThread(thread);
@@ -62,8 +61,8 @@ static Object *fill_own(Object *self, Object *const *arguments, intptr_t count)
     return tell_left(t) ? PyBool_FromLong(is_filled) : NULL;
 }
 
-/* Have the targets of a plan be new arrays of so many samples; return these, by name, and in a list those
-   that are needed meanwhile. NULL: there is no memory. */
+/* Point the targets of a plan at new arrays of `count` samples. Returns the arrays by name, and appends to
+   the list `meanwhile` those only needed while reading. Returns NULL if memory allocation fails. */
 static Object *new_targets(const Turns *t, Target *targets, int64_t count, Object *meanwhile)
 {
     Object *arrays = PyDict_New();
@@ -84,8 +83,8 @@ static Object *new_targets(const Turns *t, Target *targets, int64_t count, Objec
     return arrays;
 }
 
-/* Read samples to new arrays with what nobody else uses, one of `spare`. Returns them by name; NULL, without
-   an exception: Python has to. */
+/* Read samples into new arrays with `own`, an entry of `spare` that no other call uses. Returns the arrays
+   by name; NULL, without an exception, if Python has to read them. */
 static Object *read_with(Turns *t, Object *own, const Buffer *samples)
 {
     BatchPlan *plan = (void *)(intptr_t)PyLong_AsLongLong(PyTuple_GetItem(own, 0));
@@ -111,8 +110,8 @@ static Object *read_with(Turns *t, Object *own, const Buffer *samples)
     return NULL;
 }
 
-/* Read samples at once, in any thread: an array, the first argument, that nobody changes any more. Returns a
-   batch that lasts; or False, where Python is to do it. */
+/* Read samples immediately, in any thread: the first argument, an array that must not change any more.
+   Returns a batch that owns its memory, or False if Python has to read them. */
 static Object *read_at_once(Object *self, Object *const *arguments, intptr_t count)
 {
     (void)count;
@@ -151,7 +150,7 @@ static Method TURNS[] = {{"take", take, METH_FASTCALL, NULL},
                          {"read", read_at_once, METH_FASTCALL, NULL},
                          {"deliver", deliver, METH_FASTCALL, NULL}};
 
-/* Return these for Python, in this order, for a structure in a bytearray, which they keep. */
+/* Return these as Python functions, in this order, bound to a bytearray that holds a Turns. */
 PUBLIC Object *h5async_turns_of(Object *memory)
 {
     enum { COUNT = sizeof TURNS / sizeof *TURNS };

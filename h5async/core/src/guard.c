@@ -1,13 +1,13 @@
-/* Does work that reads a memory map, and tells whether all pages of the map could be read.
+/* Does work that reads a memory map, and reports whether all pages of the map could be read.
 
-   Touching a page of a mapped file that was cut short, or that the disk cannot read, ends a process
-   by SIGBUS. While this thread copies out of a map of ours, the signal for an address in that map
-   ends the work instead; any other signal is passed on to the handler that was installed before. A
-   handler that was installed after ours becomes the one that is passed signals, before each piece of
-   work. */
+   Touching a page of a mapped file that was truncated, or that the disk cannot read, kills the process
+   with SIGBUS. While this thread copies from one of our maps, a signal for an address in that map ends
+   the work instead; any other signal is passed on to the previously installed handler. If another
+   handler was installed after ours, ours is installed again before the next piece of work, and passes
+   signals on to that one. */
 
 #if defined(__GLIBC__)
-/* No memory is allocated for it at first use, so that the handler may read it in any thread. */
+/* Needs no allocation at first use, so that the handler may read it in any thread. */
 #define IN_STATIC_TLS __attribute__((tls_model("initial-exec")))
 #else
 #define IN_STATIC_TLS
@@ -19,13 +19,13 @@ typedef struct {
 } Guard;
 
 static _Thread_local Guard *volatile guard_here IN_STATIC_TLS;
-static _Thread_local char *volatile passing_on IN_STATIC_TLS; /* where the stack was; or NULL */
+static _Thread_local char *volatile passing_on IN_STATIC_TLS; /* stack position at the call, or NULL */
 static _Thread_local volatile int times_nested IN_STATIC_TLS;
 
 enum { MAX_NESTED = 4 };
-enum { MAX_TRIES = 1000 }; /* the flag may have been set where this process was forked from */
+enum { MAX_TRIES = 1000 }; /* a fork may have copied the flag while it was set */
 
-static struct sigaction handlers_before[2]; /* one is in use while the other one is written */
+static struct sigaction handlers_before[2]; /* one is in use while the other is written */
 static atomic_int handler_in_use;
 static atomic_flag is_installing = ATOMIC_FLAG_INIT;
 
@@ -35,9 +35,9 @@ static void give_up(int number)
     sigaction(number, &standard, NULL);
 }
 
-/* Whether a handler that was passed a signal is still running in this thread, and has caused this
-   one: by raising it again, or by a fault of its own, a few times over. A handler that was left by a
-   jump is not running, and its part of the stack may be used again. */
+/* Whether a handler that we passed a signal to is still running in this thread and caused this signal:
+   by raising it again, or by repeatedly faulting itself. A handler that was left by a longjmp is no
+   longer running, and its part of the stack may have been reused. */
 static int is_nested(char *here, int is_sent)
 {
     if (passing_on == NULL || here >= passing_on) {
@@ -51,7 +51,7 @@ static void pass_on(int number, siginfo_t *info, void *context)
 {
     char here;
     struct sigaction *known = &handlers_before[atomic_load(&handler_in_use)], next = *known;
-    int is_sent = info == NULL || info->si_code <= 0; /* sent by a process: it does not come again */
+    int is_sent = info == NULL || info->si_code <= 0; /* sent by a process, so it will not recur */
     int has_info = (next.sa_flags & SA_SIGINFO) != 0;
     if (!has_info && next.sa_handler == SIG_IGN && is_sent)
         return;
@@ -63,7 +63,7 @@ static void pass_on(int number, siginfo_t *info, void *context)
         return; /* the fault happens again, now with the default action */
     }
     if (next.sa_flags & (int)SA_RESETHAND)
-        *known = (struct sigaction){.sa_handler = SIG_DFL}; /* it is to be called once */
+        *known = (struct sigaction){.sa_handler = SIG_DFL}; /* to be called only once */
     char *volatile outer = passing_on;
     passing_on = &here;
     if (has_info)
@@ -92,8 +92,8 @@ static int is_installed(struct sigaction *now)
            now->sa_sigaction == on_bus_error;
 }
 
-/* Install our handler as the first that is called. A thread may have been started with all signals
-   blocked; then a fault would end the process without calling any. */
+/* Install our handler in front of any other. A thread may have been started with all signals blocked;
+   then a fault would kill the process without calling any handler. */
 static void install_guard(void)
 {
     static _Thread_local int is_unblocked;
@@ -121,8 +121,8 @@ static void install_guard(void)
     }
 }
 
-/* Do `work`; return 0 if a page could not be read, after which part of it is undone. It must hold no
-   lock, and allocate no memory that would be lost. This thread has installed the guard. */
+/* Do `work`; return 0 if a page could not be read, in which case the rest of the work was not done. The
+   work must not hold a lock or own memory that a jump would leak. This thread has installed the guard. */
 static NOINLINE int guarded(const File *file, void (*work)(void *), void *data)
 {
     const uint8_t *map = file->mirror ? file->mirror->map : file->map;
@@ -133,7 +133,7 @@ static NOINLINE int guarded(const File *file, void (*work)(void *), void *data)
     }
     if (sigsetjmp(guard.back, 0))
         return 0;
-    passing_on = NULL; /* a handler may have been left by a jump */
+    passing_on = NULL; /* a handler may have been left by a longjmp */
     guard_here = &guard;
     atomic_signal_fence(memory_order_seq_cst);
     work(data);

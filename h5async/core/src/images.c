@@ -1,4 +1,4 @@
-/* Reads the headers of encoded images. codec/imageformats.py does the same, and words the errors. */
+/* Reads the headers of encoded images. codec/imageformats.py does the same, and raises the errors. */
 
 enum { HEADER_WORDS = 5 }; /* of an image: is_png, height, width, components, depth */
 
@@ -10,13 +10,13 @@ static int64_t big_endian(const uint8_t *at, int nbytes)
     return found;
 }
 
-/* Whether a marker is one that ends no entropy-coded data, or has no length. */
+/* Whether a marker does not end entropy-coded data, or has no length. */
 static int stands_alone(uint8_t marker)
 {
     return marker <= 0x01 || (marker >= 0xD0 && marker <= 0xD8);
 }
 
-/* Whether the end of a JPEG follows `at`, behind whole segments. */
+/* Whether an end-of-image marker follows `at`, after complete segments. */
 static int has_end(const uint8_t *data, int64_t at, int64_t end)
 {
     while (at + 1 < end) {
@@ -69,8 +69,8 @@ static int image_header(const uint8_t *data, int64_t nbytes, int64_t *found)
     return nbytes >= 3 && memcmp(data, "\xff\xd8\xff", 3) == 0 && jpeg_header(data, nbytes, found);
 }
 
-/* Read the headers of `count` images to `found`, [count][HEADER_WORDS]; image i has the bytes from
-   offsets[i] to offsets[i + 1], of `nbytes` in all. Zeros say that it is none, or damaged. */
+/* Read the headers of `count` images into `found`, [count][HEADER_WORDS]. Image i is the bytes from
+   offsets[i] to offsets[i + 1] of `values`, which has `nbytes`. Zeros mean not an image, or damaged. */
 PUBLIC int64_t h5async_image_headers(const uint8_t *values, const int64_t *offsets, int64_t *found,
                                      int64_t nbytes, int64_t count)
 {

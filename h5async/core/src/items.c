@@ -1,7 +1,7 @@
-/* Cuts the samples of one segment into items, and items into more of them. */
+/* Cuts the samples of one segment into items, and items into smaller ones. */
 
-/* Some of the sorted samples, by rank, all in one segment; `run` is the run of the first, and `last`
-   that of the last one. */
+/* A range of the sorted samples, by rank, all in one segment; `run` is the run of the first sample, and
+   `last` that of the last one. */
 typedef struct {
     int64_t run, rank, end, last;
 } Ranks;
@@ -73,7 +73,7 @@ static int plan_rows(BatchPlan *plan, const Field *f, int32_t field, int32_t lay
     return 1;
 }
 
-/* Samples that lie in chunks, or for which nothing can be read here. */
+/* Plan samples that are stored in chunks, or that the core has no values to read for. */
 static int plan_chunks(BatchPlan *plan, const Field *f, int32_t field, int32_t layer,
                        int64_t segment, Ranks ranks)
 {
@@ -83,7 +83,7 @@ static int plan_chunks(BatchPlan *plan, const Field *f, int32_t field, int32_t l
     int64_t per_chunk = kind == CHUNKS ? shape->dataset.chunk_samples : INT64_MAX;
     int64_t begin = 0, end = 0, rows = 0; /* of a chunk; in an item */
     int is_one_chunk = kind != CHUNKS || shape->dataset.begin >= 0;
-    /* Where samples are not counted by the first dimension, neighbours lie in the same lines. */
+    /* If samples are not along the first dimension, neighbouring ones lie in the same lines. */
     int is_cut = kind != CHUNKS || (is_one_chunk && shape->dataset.sample_stride >= f->row_nbytes);
     Item *item = NULL;
     while (ranks.rank < ranks.end) {
@@ -145,8 +145,8 @@ static int plan_heap(BatchPlan *plan, const Field *f, int32_t field, int32_t lay
     return 1;
 }
 
-/* Cut an item into such as take some of its runs, and as many as `helpers` for its pieces. Where rows
-   are kept, these have no runs: with them, other threads help to decode the pieces. */
+/* Cut an item into `takers`, which each take some of its runs, and `helpers`, which each take some of its
+   pieces. If rows are kept, helpers have no runs: they let other threads help to decode the pieces. */
 static int cut_item(BatchPlan *plan, int64_t number, int64_t takers, int64_t helpers)
 {
     const Item whole = plan->items[number];
@@ -170,16 +170,16 @@ static int cut_item(BatchPlan *plan, int64_t number, int64_t takers, int64_t hel
     return 1;
 }
 
-/* Whether so many groups of rows are kept at a time: else those of a batch make way for each other. */
+/* Whether `groups` groups of rows fit in the store at a time: otherwise, those of a batch evict each other. */
 static int has_room(const Field *f, const Item *item, int64_t groups)
 {
     const Dataset *d = &shape_of(f, item)->dataset;
     return f->store->budget_nbytes / cost_of_kept(d->chunk_samples * d->row_nbytes, d->num_cross) >= groups;
 }
 
-/* Cut items of many pieces, where there are too few items for all threads. Where rows are kept, seldom
-   more than one item of a batch has rows to be put together, so each gets helpers; unless what they put
-   together would be gone when others come for it. */
+/* Cut items of many pieces if there are too few items for all threads. If rows are kept, rarely more than
+   one item of a batch has rows to assemble, so each gets helpers, unless the assembled rows would be
+   evicted before others come for them. */
 static int cut_items(BatchPlan *plan, const Field *fields, int64_t threads)
 {
     int64_t count = plan->num_items, wanted = 4 * threads;

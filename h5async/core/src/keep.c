@@ -1,26 +1,26 @@
-/* Keeps rows in memory, for the batches of a reader that come later: those of each batch that was read
-   of files are copied there, sample by sample, in whatever order samples come. A batch all of whose
-   samples are kept is read of that.
+/* Keeps rows in memory for later batches of a reader: the rows of each batch read from files are copied
+   there, sample by sample, in whatever order they come. A batch whose samples are all kept is read from
+   that memory.
 
-   Nobody waits for anybody: a sample is kept if its stamp is that of the generation. When their file has
-   changed, all are forgotten, as the generation changes; whoever was at it meanwhile leaves old stamps. */
+   No thread waits for another: a sample is kept if its stamp is that of the current generation. A changed
+   file changes the generation, which forgets all samples; threads at work then leave only old stamps. */
 
 enum { GENERATION = 0, HAS_ALL, SEEN, NOTES, AHEAD, MOST_STAMPS = 255 };
 
-/* Rows of samples that are kept in memory, in ascending order of samples. Python makes it, and changes
-   the state, too (fill/resident.py). */
+/* The rows of samples kept in memory, in ascending order of samples: the place of a sample is its position
+   among them. Python makes the structure, and also changes the state (fill/resident.py). */
 typedef struct {
-    const Field *fields; /* whose samples are places among those here */
+    const Field *fields; /* whose samples are numbered by place */
     Sources *sources;
     const int64_t *numbers; /* [count], ascending: samples, or NULL: start + step * place */
     int64_t start, step, count;
-    uint8_t *stamps; /* [count], aligned to 8: of the generation in which each was kept last; 0: none */
-    int64_t *state;  /* the generation; that in which all were kept, and 1 more; generation *
-                        (count + 1) + place: all before that place are kept; how often some were noted;
-                        which page of memory a thread without work is to touch, or 0 */
+    uint8_t *stamps; /* [count], aligned to 8: of the generation in which each was last kept; 0: never */
+    int64_t *state;  /* GENERATION; HAS_ALL: 1 + the generation in which all were kept; SEEN: generation *
+                        (count + 1) + place, where all before that place are kept; NOTES: the number of
+                        calls of note_kept; AHEAD: a page for an idle thread to touch, or 0 */
 } KeptSamples;
 
-/* Rows from `row` on, of so many samples. */
+/* `rows` rows from `row` on, which belong to `samples` samples. */
 typedef struct {
     int64_t row, rows, samples;
 } Run;
@@ -40,12 +40,12 @@ static int is_stamped(const KeptSamples *kept, int64_t place, uint8_t stamp)
     return __atomic_load_n(&kept->stamps[place], __ATOMIC_ACQUIRE) == stamp;
 }
 
-/* Find the places of samples; 0: one has none. */
+/* Find the places of samples; returns 0 if one is not among those to keep. */
 static int find_kept(const KeptSamples *kept, const int64_t *samples, int64_t *places, int64_t count)
 {
     int are_found = 1;
     for (int64_t i = 0; kept->numbers == NULL && i < count; i++) {
-        int64_t after = samples[i] - kept->start; /* a division takes as long as to keep a small row */
+        int64_t after = samples[i] - kept->start; /* a division takes as long as keeping a small row */
         places[i] = kept->step == 1 ? after : after / kept->step;
         are_found &= places[i] >= 0 && places[i] < kept->count && places[i] * kept->step == after;
     }
@@ -67,7 +67,7 @@ static int are_kept(const KeptSamples *kept, const int64_t *places, int64_t coun
     return i == count;
 }
 
-/* Where a row of a field is kept. */
+/* The memory where a row of a field is kept. */
 static uint8_t *place_of_kept(const KeptSamples *kept, const Field *f, int64_t row)
 {
     const Layer *l = f->layers;
@@ -77,8 +77,8 @@ static uint8_t *place_of_kept(const KeptSamples *kept, const Field *f, int64_t r
     return (uint8_t *)(uintptr_t)kept->sources->sources[l->source[segment]].map + offset;
 }
 
-/* Have the system give the large page that was asked for. In order, two threads would touch it at the
-   same time, both clear it, and the consumer would wait for them. */
+/* Populate the large page noted in the state. If samples come in order, two threads would otherwise touch
+   it first at the same time and both clear it, and the consumer would wait for them. */
 static void touch_ahead(const KeptSamples *kept)
 {
     uintptr_t page = (uintptr_t)__atomic_exchange_n(&kept->state[AHEAD], 0, __ATOMIC_RELAXED);
@@ -86,13 +86,13 @@ static void touch_ahead(const KeptSamples *kept)
         const Source *source = &kept->sources->sources[i];
         uintptr_t begin = (uintptr_t)source->map, end = begin + (uintptr_t)source->map_nbytes;
 #if defined(MADV_POPULATE_WRITE)
-        if (page >= begin && page < end) /* else it is of another field, or behind all of them */
+        if (page >= begin && page < end) /* else it belongs to another field, or is beyond all of them */
             madvise((void *)page, end - page < LARGE_PAGE ? end - page : LARGE_PAGE, MADV_POPULATE_WRITE);
 #endif
     }
 }
 
-/* Copy past the caches what is not read soon: so the lines that are replaced are not fetched. */
+/* Copy data that is not needed soon around the caches, so that the target's lines are not fetched. */
 static void copy_away(uint8_t *to, const uint8_t *from, int64_t nbytes)
 {
 #if defined(SSE2)
@@ -107,7 +107,7 @@ static void copy_away(uint8_t *to, const uint8_t *from, int64_t nbytes)
 #endif
 }
 
-/* Keep rows that follow each other, and ask for the next large page if they get into another one. */
+/* Keep consecutive rows, and request the next large page if they reach into a new one. */
 ALWAYS_INLINE void keep_run(const KeptSamples *kept, uint8_t *to, const uint8_t *from, int64_t nbytes)
 {
     uintptr_t page = ((uintptr_t)to + (uintptr_t)nbytes - 1) / LARGE_PAGE;
@@ -119,26 +119,26 @@ ALWAYS_INLINE void keep_run(const KeptSamples *kept, uint8_t *to, const uint8_t 
         __atomic_store_n(&kept->state[AHEAD], (int64_t)((page + 1) * LARGE_PAGE), __ATOMIC_RELAXED);
 }
 
-/* Which rows of a field samples `from` to `end` are, if they follow each other where they are kept. */
+/* The rows of a field for sample `from` and as many of those before `end` as are kept right after it. */
 static Run run_of_kept(const Field *f, const int64_t *places, int64_t from, int64_t end)
 {
     if (f->spans != NULL) {
         int64_t row = f->spans->starts[places[from]];
         return (Run){row, f->spans->starts[places[from] + 1] - row, 1};
     }
-    int64_t samples = 1; /* those of some have the step 0: they have a row in common */
+    int64_t samples = 1; /* segments with step 0 share one row among their samples */
     if (f->layers->num_segments == 1 && f->layers->step[0] == 1)
         while (from + samples < end && places[from + samples] == places[from] + samples)
             samples++;
     return (Run){places[from], samples, samples};
 }
 
-/* Keep the rows of samples `start` to `end` of a batch, if `is_valid`, and transform them. */
+/* Keep the rows of samples `start` to `end` of a batch if `is_valid`, and transform them in any case. */
 static void keep_rows(const KeptSamples *kept, const Field *f, const Target *target,
                       const int64_t *places, int64_t start, int64_t end, int is_valid)
 {
     int64_t position = f->spans ? 0 : start, begin, ahead = rows_ahead(f->row_nbytes);
-    int is_even = f->layers->num_segments == 1 && f->layers->step[0] == 1; /* so are places of rows */
+    int is_even = f->layers->num_segments == 1 && f->layers->step[0] == 1; /* rows are evenly spaced */
     uint8_t *base = is_even ? place_of_kept(kept, f, 0) : NULL;
     int fetches = is_even && f->row_nbytes <= FEW_NBYTES && f->spans == NULL;
     for (int64_t i = 0; f->spans && i < start; i++)
@@ -149,7 +149,7 @@ static void keep_rows(const KeptSamples *kept, const Field *f, const Target *tar
         int64_t nbytes = run.rows * f->row_nbytes;
         if (fetches && i + ahead < end)
             __builtin_prefetch(base + places[i + ahead] * f->row_nbytes, 1);
-        if (is_valid && nbytes) { /* where no sample has any rows, there is no place either */
+        if (is_valid && nbytes) { /* if no sample has rows, there is no memory for them either */
             uint8_t *to = is_even ? base + run.row * f->row_nbytes : place_of_kept(kept, f, run.row);
             keep_run(kept, to, target->raw + position * f->row_nbytes, nbytes);
         }
@@ -159,17 +159,17 @@ static void keep_rows(const KeptSamples *kept, const Field *f, const Target *tar
         transform_run(f, target, begin, position - begin);
 }
 
-/* Note that samples at some places are kept, whose rows were all copied. */
+/* Note that the samples at some places are kept, now that all their rows have been copied. */
 static void note_kept(KeptSamples *kept, const int64_t *places, int64_t count, int64_t generation)
 {
     const uint8_t stamp = stamp_of(generation);
     const uint64_t several = 0x0101010101010101u * stamp;
 #if defined(SSE2)
-    _mm_sfence(); /* what was copied past the caches comes before its stamps */
+    _mm_sfence(); /* orders the non-temporal stores of rows before their stamps */
 #endif
     for (int64_t i = 0; i < count; i++)
         __atomic_store_n(&kept->stamps[places[i]], stamp, __ATOMIC_RELEASE);
-    /* Of two that note the last ones, the one whose turn here is later sees both. */
+    /* Of two threads that note the last samples, the later one here sees the stamps of both. */
     __atomic_fetch_add(&kept->state[NOTES], 1, __ATOMIC_ACQ_REL);
     int64_t size = kept->count + 1, seen = state_of(kept, SEEN);
     int64_t at = seen / size == generation ? seen % size & ~(int64_t)7 : 0;
@@ -183,8 +183,8 @@ static void note_kept(KeptSamples *kept, const int64_t *places, int64_t count, i
         __atomic_store_n(&kept->state[HAS_ALL], generation + 1, __ATOMIC_RELEASE);
 }
 
-/* Keep samples `start` to `end` of a batch, of the generation in which it was planned, and transform
-   their rows, which so far are as read. */
+/* Keep samples `start` to `end` of a batch, unless the generation has changed since it was planned, and
+   transform their rows, which so far are as read. */
 static void keep_samples(KeptSamples *kept, const Target *targets, int64_t num_fields,
                          const int64_t *places, int64_t start, int64_t end, int64_t generation)
 {

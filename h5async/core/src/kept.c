@@ -1,11 +1,11 @@
-/* Rows of chunks that are kept decoded: they are copied without their file being opened, or looked
-   at again if that was done a moment ago. Chunks are looked up many at a time: so threads seldom wait
-   for each other, and what lies in memory far apart is fetched at the same time. */
+/* Copies rows from chunks kept decoded in the store, without opening their file, or checking it again if
+   that was done a moment ago. Looks up many chunks at a time, so that threads seldom wait for each other
+   and memory accesses far apart overlap. */
 
 enum { MAX_KEPT = 64, NUM_BLOCKS = 8, FETCHED_AHEAD = 4, MOST_FETCHED = 512,
        SOURCES_AHEAD = 16 };
 
-/* Pieces of some items of one field, all kept in its store or not at all. */
+/* A batch of lookups in one store: the pieces of some items. */
 typedef struct {
     Store *store;
     Item *items[MAX_KEPT];
@@ -34,7 +34,7 @@ static int32_t num_kept(const Shape *shape, const Item *item)
     return shape->keeps == KEEPS_ROWS ? 1 : item->cross_end - item->cross;
 }
 
-/* Copy the rows of an item; 0: its pieces are not within bounds. */
+/* Copy the rows of an item; returns 0 if its pieces, or its indices, are out of bounds. */
 static int place_kept(const Work *work, const Item *item, Kept *const *found)
 {
     const Field *f = &work->fields[item->field];
@@ -94,8 +94,8 @@ static void place_block(const Work *work, KeptBlock *block)
     block->num_items = block->num_pieces = 0;
 }
 
-/* Add the pieces of an item, if all of them may be kept; 0: it was not. Items of several fields follow each other in
-   turns, so each field has a block of its own, or shares one with few others. */
+/* Add the pieces of an item if all of them may be kept; returns whether it was added. Items of different
+   fields alternate, so each field has a block of its own, or shares one with a few others. */
 static int add_kept(const Work *work, KeptBlock *blocks, Item *item)
 {
     KeptBlock *block = &blocks[item->field % NUM_BLOCKS];
@@ -124,8 +124,8 @@ static int add_kept(const Work *work, KeptBlock *blocks, Item *item)
     return 1;
 }
 
-/* Do those of items `start` to `stop` whose pieces are all kept, and whose files were as indexed a
-   moment ago. */
+/* Do those of items `start` to `stop` whose pieces are all in the store and whose files were found
+   unchanged a moment ago. */
 static void read_kept(Work *work, const Sources *sources, int64_t start, int64_t stop)
 {
     KeptBlock blocks[NUM_BLOCKS];
@@ -144,7 +144,7 @@ static void read_kept(Work *work, const Sources *sources, int64_t start, int64_t
             field = field == SEVERAL - 1 || field == item->field ? item->field : SEVERAL;
     }
     if (field == SEVERAL - 1)
-        return; /* no file was looked at a moment ago */
+        return; /* no file was checked recently */
     for (int i = 0; i < NUM_BLOCKS; i++)
         place_block(work, &blocks[i]);
     set_traced(work->w, field, SEVERAL);

@@ -1,14 +1,14 @@
-/* The structures that Python uses, which makes its own of this description: core/binding.py. */
+/* Describes the structures that Python shares; core/binding.py builds its ctypes structures from this. */
 
 typedef struct {
-    const char *name, *type; /* type: see below; "": another pointer */
+    const char *name, *type; /* type: see TYPE_OF; "": any other pointer */
     int64_t offset, nbytes;
 } Member;
 
 typedef struct {
     const char *name;
     int64_t nbytes;
-    const Member *members; /* up to one without a name */
+    const Member *members; /* ends with one without a name */
 } Structure;
 
 #define POINTED_TO(type) type *: "*" #type, const type *: "*" #type
@@ -20,7 +20,7 @@ typedef struct {
         POINTED_TO(Target), POINTED_TO(Field), POINTED_TO(Job), POINTED_TO(Sources), POINTED_TO(Queue), POINTED_TO(KeptSamples), POINTED_TO(Uploads), POINTED_TO(Worker),              \
         BatchPlan: "BatchPlan", Field: "Field", Target: "Target", default: "")
 
-/* A macro is not expanded within its own expansion, but when that is scanned again. */
+/* A macro is not expanded within its own expansion, only when the result is scanned again. */
 #define SCAN_AGAIN(...) SCAN_16(SCAN_16(SCAN_16(__VA_ARGS__)))
 #define SCAN_16(...) SCAN_4(SCAN_4(SCAN_4(SCAN_4(__VA_ARGS__))))
 #define SCAN_4(...) SCAN_1(SCAN_1(SCAN_1(SCAN_1(__VA_ARGS__))))
@@ -33,7 +33,7 @@ typedef struct {
 #define MEMBERS(type, ...)                                                                        \
     {#type, sizeof(type), (const Member[]){SCAN_AGAIN(MEMBER(type, __VA_ARGS__)) {0}}},
 
-/* Each after those that it contains or points to. Members that Python does not use are left out. */
+/* Each comes after those it contains or points to. Members that Python does not use are left out. */
 static const Structure ALL_STRUCTURES[] = {
     MEMBERS(Libraries, libdeflate_alloc_decompressor, libdeflate_free_decompressor,
             libdeflate_zlib_decompress, ZSTD_createDCtx, ZSTD_freeDCtx, ZSTD_decompressDCtx,

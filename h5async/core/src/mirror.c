@@ -1,7 +1,7 @@
-/* Tells which bytes of a far source are kept on a local disk: io/diskcache.py writes them.
+/* Checks which bytes of a far source are cached on a local disk; io/diskcache.py writes them.
 
-   A mirror is a file with blocks of the source in their places, and behind all of them a checksum for
-   each; 0: that block is not there. A block is trusted once this process has compared the two. */
+   A mirror is a file with the source's blocks at their own offsets, followed by a checksum for each block;
+   0 means the block is missing. A block is trusted once this process has verified its checksum. */
 
 enum { MIRROR_BLOCK = 4096, BLOCK_WORDS = MIRROR_BLOCK / 8 };
 
@@ -25,7 +25,7 @@ static int is_within_mirror(const Mirror *m, int64_t offset, int64_t nbytes)
     return m != NULL && offset >= 0 && nbytes > 0 && offset <= m->nbytes - nbytes;
 }
 
-/* Whether all blocks of a range were compared before. */
+/* Whether all blocks of a range have already been verified. */
 static int mirror_is_marked(const Mirror *m, int64_t offset, int64_t nbytes)
 {
     int64_t first = offset / MIRROR_BLOCK, last = (offset + nbytes - 1) / MIRROR_BLOCK;

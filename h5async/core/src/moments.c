@@ -1,7 +1,7 @@
-/* Count, mean, sum of squares and range of groups of values: measure/summaries.py.
+/* Computes count, mean, sum of squares and range of groups of values, for measure/summaries.py.
 
-   A tile of values of one group, or of some neighbours, is converted to doubles in the cache, and
-   measured in two passes, so that no digits cancel. */
+   A tile of values of one group, or of several neighbouring groups, is converted to doubles in the cache
+   and measured in two passes, which avoids cancellation. */
 
 enum { TILE_VALUES = 4096, TILE_GROUPS = 16, TILE_LANES = 4 };
 
@@ -47,10 +47,10 @@ ALWAYS_INLINE void add_tile(Moments *m, const Lanes *x, int64_t count, double eq
     m->count = whole;
 }
 
-/* From group to group, in doubles; more than a power of two, so that they are cached side by side. */
+/* Distance between groups in doubles. Not a power of two, so that groups do not share cache sets. */
 #define PITCH(width) (TILE_VALUES / (width) + TILE_LANES)
 
-/* `outer` times `inner` values of each of `width` groups to x[width][PITCH(width)]. */
+/* Convert `outer` times `inner` values of each of `width` groups into x[width][PITCH(width)]. */
 #define TO_DOUBLES(type, _)                                                                       \
     ALWAYS_INLINE void doubles_##type(const type *restrict from, double *restrict x, int64_t outer, \
                                       int64_t inner, int64_t stride, int64_t width)               \
@@ -70,7 +70,7 @@ EACH_VALUE(TO_DOUBLES)
 typedef struct {
     const void *values;
     const int64_t *shape; /* outer, groups, inner */
-    const double *fill;   /* to count; NaN: nothing */
+    const double *fill;   /* the value to count; NaN: none */
     Moments *found;       /* [groups] */
     int32_t kind;         /* see dense.c */
 } Measured;
@@ -116,7 +116,7 @@ ALWAYS_INLINE void measure_inline(const Measured *m)
 
 ALSO_FOR_AVX2(measure, (const Measured *m), (m))
 
-/* Add the values (outer, groups, inner) of a kind to the moments of their groups. */
+/* Add values of shape (outer, groups, inner) and of a kind to the moments of their groups. */
 PUBLIC int64_t h5async_measure(const void *values, const int64_t *shape, const double *fill,
                                Moments *found, int32_t kind)
 {

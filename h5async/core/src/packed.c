@@ -1,8 +1,8 @@
-/* Undoes HDF5's own filters n-bit and scale-offset, byte for byte as HDF5 does (H5Znbit.c,
-   H5Zscaleoffset.c). Both store the bits of one number after the other, the most significant first,
-   without gaps. Python has checked the client data. */
+/* Undoes HDF5's n-bit and scale-offset filters, byte for byte as HDF5 does (H5Znbit.c,
+   H5Zscaleoffset.c). Both pack numbers without gaps, the most significant bit first. Python has checked
+   the client data. */
 
-/* The `width` bits that begin at a bit; the bytes that hold them are there. */
+/* The `width` bits from `bit` on; the caller has checked that `in` has them. */
 ALWAYS_INLINE uint64_t bits_at(const uint8_t *in, int64_t n, int64_t bit, int width)
 {
     int64_t at = bit >> 3;
@@ -33,7 +33,7 @@ ALWAYS_INLINE void put_number(uint8_t *out, uint64_t value, int64_t size, int is
     memcpy(out, &value, (size_t)size);
 }
 
-/* How the numbers of scale-offset become values. */
+/* How scale-offset's packed numbers become values. */
 typedef struct {
     int64_t count;
     uint64_t minimum, fill, power; /* power: the bits of a float of this size */
@@ -106,7 +106,7 @@ static int64_t unscale(const Filter *f, const uint8_t *in, int64_t n, uint8_t *o
     return s.count * size;
 }
 
-/* Numbers of one type: each shifted to its place, with zeros around it. */
+/* Unpack numbers of one type, each shifted to its bit offset and surrounded by zeros. */
 ALWAYS_INLINE void unpack_numbers(const uint8_t *in, int64_t n, uint8_t *out, int64_t count,
                                   const uint32_t *v, int64_t size)
 {

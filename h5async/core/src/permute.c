@@ -1,4 +1,4 @@
-/* Maps positions to sample numbers, by the permutations of order/selection.py. */
+/* Maps positions to sample numbers with the permutations of order/selection.py. */
 
 enum { ROUNDS = 6, LANES = 4, MAX_LANES = 32 };
 
@@ -17,8 +17,8 @@ ALWAYS_INLINE uint64_t shifted(uint64_t half, uint64_t other, uint64_t modulus, 
     return half - (modulus & -(uint64_t)(half >= modulus)); /* no branch: it could not be predicted */
 }
 
-/* Numbers below `count`; `a` * `b` is a few more. Where that is at most 2**31, x / `a` is x * `factor`
-   >> `shift`; else `factor` is 0. */
+/* The numbers below `count`; `a` * `b` is slightly larger. If that is at most 2**31, x / `a` equals
+   x * `factor` >> `shift`; otherwise `factor` is 0. */
 typedef struct {
     uint64_t count, a, b, factor;
     int shift;
@@ -35,9 +35,9 @@ static Domain domain_of(uint64_t count, uint64_t a, uint64_t b)
     return d;
 }
 
-/* Several numbers at a time: one alone waits for its products. `lanes` is known to the compiler, which
-   has them in vectors where the processor multiplies these. `own`: the `a` and then the `b` of each, in
-   place of those of `d`, which all share; or NULL. `names` are added to the keys. */
+/* Apply the Feistel network to several numbers at a time: one alone would stall on its multiplications.
+   `lanes` is a compile-time constant, so that loops are vectorized where the processor can multiply vectors.
+   `own`: each number's `a`, then each one's `b`, instead of those of `d`; or NULL. `names` are added to keys. */
 ALWAYS_INLINE void feistel_lanes(uint64_t *x, int lanes, Domain d, const uint64_t (*own)[MAX_LANES],
                                  const uint64_t *names, const uint64_t *keys)
 {
@@ -64,7 +64,7 @@ ALWAYS_INLINE void feistel_lanes(uint64_t *x, int lanes, Domain d, const uint64_
 }
 
 #if defined(AVX2)
-/* `shifted`, where the processor multiplies numbers of 32 bits, as all here but `key` are: that has been
+/* `shifted` with 32-bit multiplications: all arguments are below 2**32 except `key`, which has already been
    multiplied by the first factor. */
 AVX2 ALWAYS_INLINE __m256i shifted_avx2(__m256i half, __m256i other, __m256i modulus, __m256i key)
 {
@@ -95,8 +95,8 @@ AVX2 ALWAYS_INLINE __m256i divided_avx2(__m256i x, __m256i by)
     return _mm256_cvtepi32_epi64(_mm256_cvttpd_epi32(_mm256_div_pd(one, other)));
 }
 
-/* feistel_lanes, of numbers below 2**31 in a domain with a factor or their own, for multiples of
-   AVX2_LANES. */
+/* feistel_lanes for numbers below 2**31, in a domain with a factor or their own `a` and `b`; `lanes` is a
+   multiple of AVX2_LANES. */
 AVX2 ALWAYS_INLINE void feistel_vectors(uint64_t *x, int lanes, Domain d, const uint64_t (*own)[MAX_LANES],
                                         const uint64_t *names, const uint64_t *keys)
 {
@@ -143,7 +143,7 @@ AVX2 static void feistel_avx2(uint64_t *x, int lanes, Domain d, const uint64_t (
 }
 #endif
 
-/* Permute one number again, until it is in the domain. */
+/* Permute a number again until it is in the domain. */
 static uint64_t permute_into(uint64_t x, Domain d, uint64_t name, const uint64_t *keys)
 {
     while (x >= d.count)
@@ -153,7 +153,7 @@ static uint64_t permute_into(uint64_t x, Domain d, uint64_t name, const uint64_t
 
 static const uint64_t NO_NAMES[MAX_LANES] = {0};
 
-/* Permute numbers, `lanes` at a time; returns how many, those at the end are left. */
+/* Permute numbers, `lanes` at a time; returns the number done, which leaves out a remainder at the end. */
 ALWAYS_INLINE int64_t permute_lanes(uint64_t *numbers, int64_t n, int lanes, Domain d,
                                     const uint64_t *keys)
 {
@@ -170,7 +170,7 @@ AVX512 static int64_t permute_avx512(uint64_t *numbers, int64_t n, Domain d, con
 }
 #endif
 
-/* Permutes numbers below `count` in place; `a` * `b` is a few more than `count`. */
+/* Permutes numbers below `count` in place; `a` * `b` is slightly larger than `count`. */
 PUBLIC int64_t h5async_permute(uint64_t *numbers, int64_t n, uint64_t count, uint64_t a, uint64_t b,
                                const uint64_t *keys)
 {

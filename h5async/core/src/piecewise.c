@@ -1,14 +1,14 @@
-/* Reads the pieces of rows that chunks hold: each to where it is wanted; or all that some chunks hold
-   of their rows, which are put together once, kept, and given whole to all who want them.
+/* Reads the pieces of rows that chunks hold: either straight into the batch, or all rows of a group of
+   chunks, which are assembled once, kept, and copied to everyone who wants them.
 
-   Several threads may put pieces to the same rows. Who needs the rows decodes what nobody does yet,
-   and waits for the rest; who helps only decodes. */
+   Several threads may assemble the same rows. A thread that needs the rows decodes the unclaimed pieces
+   and waits for the rest; a helper only decodes. */
 
-/* IS_FULL: there is no room until what this thread has claimed is published. */
+/* IS_FULL: there is no room until this thread has published its claims. */
 enum Outcome { FAILED = 0, READ = 1, IS_BUSY = 2, IS_FULL = 3 };
 
-/* Find the chunk of a piece of an item's samples, and its extent, -1: none. Returns 0 where there is no
-   such chunk, or not all that is wanted of it. */
+/* Find the chunk of a piece of an item's samples, and its extent (-1: none). Returns 0 if there is no such
+   chunk, or it does not have all the wanted samples. */
 static int locate_piece(const Work *work, const Field *f, const Item *item, const Runs *runs,
                         int32_t cross, uint8_t *rows, Call *call, int64_t *extent)
 {
@@ -18,7 +18,7 @@ static int locate_piece(const Work *work, const Field *f, const Item *item, cons
     *extent = -1;
     *call = (Call){.d = dataset_of(work->plan, f, item), .w = work->w, .file = work->file, .batch = rows,
                    .available = work->available, .last_ns = work->last_ns};
-    if (d->begin >= 0) { /* contiguous: only out of a map, cached or not, can pieces be had */
+    if (d->begin >= 0) { /* contiguous: pieces may be read from the map, cached or not */
         call->available = work->mappable;
         call->offset = l->begin[item->segment], call->stored = d->chunk_nbytes;
         call->is_stored = call->offset >= 0;
@@ -46,7 +46,7 @@ static void note_claim(Work *work, Store *store, Kept *kept, int64_t piece)
     work->claims[work->num_claims++] = (Claimed){store, kept, piece};
 }
 
-/* Read a piece that was located; see read_chunk. */
+/* Read a piece found by locate_piece; see read_chunk. */
 static int read_located(Work *work, const Shape *shape, Call *call, int64_t extent, int32_t cross,
                         const Runs *runs, enum State state, uint8_t *target)
 {
@@ -61,8 +61,8 @@ static int read_located(Work *work, const Shape *shape, Call *call, int64_t exte
     return 0;
 }
 
-/* Whether chunks that a batch takes whole, and no other one of its epoch, are kept for later epochs: if
-   there is room for all, from the second epoch on. One is then copied once more than needed. */
+/* Whether to keep, for later epochs, chunks that a single batch of each epoch takes whole: from the second
+   epoch on, if there is room for all of them. It costs one extra copy of each chunk. */
 static int are_read_again(const Field *f, const Dataset *d)
 {
     int64_t room = f->store->budget_nbytes / cost_of_kept(d->chunk_nbytes, 1);
@@ -70,21 +70,21 @@ static int are_read_again(const Field *f, const Dataset *d)
            atomic_fetch_add_explicit(&f->store->whole_reads, 1, memory_order_relaxed) >= f->num_extents;
 }
 
-/* Whether a chunk is taken out of the store, or put there. */
+/* Whether a chunk is looked up in the store, or put there. */
 static int is_looked_up(const Field *f, const Shape *shape, const Call *call, const Runs *runs,
                         int64_t extent)
 {
     const Dataset *d = &call->d;
     int is_whole = runs->count == 1 && runs->length[0] == d->chunk_samples &&
-                   f->steps == NULL; /* else other samples need it, too */
+                   f->steps == NULL; /* with steps, other samples need it, too */
     is_whole &= d->rows_are_whole || (f->store != NULL && f->store->budget_nbytes == 0);
     return f->store != NULL && shape->keeps == KEEPS_CHUNKS && extent >= 0 &&
            (is_small(shape) ||
             (!is_raw(d, call->mask) && (!is_whole || are_read_again(f, d))));
 }
 
-/* Decode chunks of pieces from `first` on, and put what is wanted of them to rows; if these are woven, all
-   at once. */
+/* Decode the chunks of `count` pieces from `first` on, and copy the wanted samples to rows; all at once if
+   the pieces are interleaved (see weave.c). */
 static int put_pieces(Work *work, const Field *f, const Item *item, int32_t first, int32_t count, Runs runs,
                       uint8_t *rows)
 {
@@ -115,7 +115,7 @@ static int put_pieces(Work *work, const Field *f, const Item *item, int32_t firs
     return 1;
 }
 
-/* Read the piece at `cross`, or several, and go on behind them. */
+/* Read the piece at `cross`, or several interleaved ones, and advance `cross` past them. */
 static enum Outcome read_next(Work *work, const Field *f, const Target *target, const Item *item,
                               int32_t *cross)
 {
@@ -148,7 +148,7 @@ static enum Outcome read_next(Work *work, const Field *f, const Target *target, 
                                kept ? kept->data : NULL);
     if (claim == READY)
         let_go(f->store, kept);
-    if (claim == CLAIMED && !is_good) { /* others may try; what was decoded before is good */
+    if (claim == CLAIMED && !is_good) { /* others may try; earlier claims remain good */
         work->num_claims--;
         release_piece(f->store, kept, 0, 0);
     }
@@ -163,8 +163,8 @@ static void let_go_of_rows(Work *work)
     work->rows = NULL;
 }
 
-/* Have all pieces of an item in `work->rows`; of one without runs, those that it names, as far as no
-   other thread decodes them. IS_BUSY: claims are to be published first, or others waited for. */
+/* Decode all pieces of an item into `work->rows`; for a helper (an item without runs), only those it names
+   that no other thread decodes. IS_BUSY: publish the claims first, or wait for other threads. */
 static enum Outcome gather_rows(Work *work, const Field *f, const Item *item)
 {
     const int64_t count = shape_of(f, item)->dataset.num_cross / work->rows->num_pieces;
@@ -195,7 +195,7 @@ static enum Outcome gather_rows(Work *work, const Field *f, const Item *item)
     }
 }
 
-/* Take rows that are kept, once they are put together; see work->rows. */
+/* Copy rows from the store once they are assembled in `work->rows`. */
 static enum Outcome read_kept_rows(Work *work, const Field *f, const Target *target,
                                    const Item *item)
 {
@@ -210,9 +210,9 @@ static enum Outcome read_kept_rows(Work *work, const Field *f, const Target *tar
                                   d->num_cross / num_woven(d));
         work->rows_store = f->store;
         if (work->rows == NULL && key >= 0 && work->num_claims)
-            return IS_FULL; /* else the last group of a batch would not be there for the next one */
+            return IS_FULL; /* otherwise, the last group of a batch would be missing for the next one */
     }
-    if (work->rows == NULL) { /* there is no room: each piece goes where it is wanted */
+    if (work->rows == NULL) { /* no room in the store: read pieces straight into the batch */
         for (int32_t c = 0; c < item->cross_end && item->num_runs && outcome == READ;)
             outcome = read_next(work, f, target, item, &c);
         return outcome;
@@ -223,7 +223,7 @@ static enum Outcome read_kept_rows(Work *work, const Field *f, const Target *tar
         place_rows(d->row_nbytes, &runs, work->rows->data, target->raw);
         end_stage(work->w, PLACING, &work->last_ns);
     }
-    /* Who comes back for it holds on to it; but not while others decode it, and there is more to do. */
+    /* A thread that will come back holds on to the rows, unless others decode them and it has more to do. */
     if (outcome != IS_BUSY || (work->num_claims < MAX_CLAIMS && !work->may_wait))
         let_go_of_rows(work);
     return item->num_runs || outcome == IS_BUSY ? outcome : READ;

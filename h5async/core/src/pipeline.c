@@ -1,4 +1,4 @@
-/* Decodes a chunk: undoes all its filters, and requires that it has exactly its length. */
+/* Decodes a chunk: undoes all its filters and checks the decoded length. */
 
 static int64_t undo(Worker *w, const Filter *f, const uint8_t *in, int64_t n, uint8_t *out,
                     int64_t room)
@@ -51,8 +51,8 @@ static int is_raw(const Dataset *d, uint32_t mask)
     return 1;
 }
 
-/* Decode a chunk to exactly `chunk_nbytes` bytes at `out`; or, where the caller allows it, to fewer,
-   followed by zeros. */
+/* Decode a chunk to exactly `chunk_nbytes` bytes at `out`; or, if the caller allows it (`least_nbytes`),
+   to fewer, padded with zeros. */
 static int decode(const Dataset *d, Worker *w, const uint8_t *in, int64_t n, uint32_t mask,
                   uint8_t *out)
 {
@@ -100,7 +100,7 @@ static int decode(const Dataset *d, Worker *w, const uint8_t *in, int64_t n, uin
     return 1;
 }
 
-/* Decode one chunk to exactly `room` bytes; returns whether it could be done. */
+/* Decode one chunk to exactly `room` bytes; returns whether that succeeded. */
 PUBLIC int64_t h5async_decode(const Filter *filters, Worker *w, const uint8_t *in, uint8_t *out,
                               int64_t num_filters, int64_t n, int64_t mask, int64_t room)
 {

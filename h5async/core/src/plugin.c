@@ -1,15 +1,15 @@
-/* Undoes filters by functions of others: HDF5 plugins, and szip by libaec.
+/* Undoes filters with third-party code: HDF5 filter plugins, and szip by libaec.
 
-   A plugin is called as HDF5 calls it (H5Zpublic.h), on memory of malloc, which it may replace by
-   other memory of malloc. No lock of HDF5 is held. */
+   A plugin is called as HDF5 calls it (H5Zpublic.h), on memory from malloc, which it may replace with
+   other memory from malloc. No HDF5 lock is held. */
 
 enum { H5Z_FLAG_REVERSE = 0x0100 };
 enum PluginTrait { TAKES_TURNS = 1, CHECKS_ITS_INPUT = 2, IS_BLOSC2 = 4 };
 
-/* Of plugins that keep global variables. */
+/* Serializes plugins that use global variables. */
 static pthread_mutex_t plugin_turn = PTHREAD_MUTEX_INITIALIZER;
 
-/* Another thread may have had its turn when this process was forked. */
+/* Another thread may have held the lock when this process was forked. */
 static void renew_plugin_turn(void)
 {
     pthread_mutex_init(&plugin_turn, NULL);
@@ -20,8 +20,8 @@ __attribute__((constructor)) static void renew_plugin_turn_in_children(void)
     pthread_atfork(NULL, NULL, renew_plugin_turn);
 }
 
-/* Whether a frame (README_CFRAME_FORMAT.rst of c-blosc2) states no more bytes than there is room for,
-   and its chunk has values: of an "uninitialized" one, the plugin returns what the heap held. */
+/* Whether a frame (README_CFRAME_FORMAT.rst of c-blosc2) claims no more bytes than there is room for and
+   its chunk has values: for an "uninitialized" chunk, the plugin returns stale heap memory. */
 static int is_sound_blosc2(const uint8_t *in, int64_t n, int64_t room)
 {
     enum { HEADER_AT = 11, NBYTES_AT = 30, FLAGS = 2, IS_EXTENDED = 5, SPECIAL = 31 };
@@ -32,8 +32,8 @@ static int is_sound_blosc2(const uint8_t *in, int64_t n, int64_t room)
            (in[chunk + SPECIAL] >> 4 & 7) < 4;
 }
 
-/* A chunk that was cut short must not decode to what the heap held, so zeros follow it, unless the
-   plugin checks how long it is. */
+/* A truncated chunk must not decode to stale heap memory, so zeros are appended unless the plugin checks
+   the length of its input. */
 static int64_t unplug(Worker *w, const Filter *f, const uint8_t *in, int64_t n, uint8_t *out,
                       int64_t room)
 {
@@ -46,7 +46,7 @@ static int64_t unplug(Worker *w, const Filter *f, const uint8_t *in, int64_t n, 
     if (!checks)
         memset(encoded + n, 0, (size_t)room);
     void *buffer = encoded;
-    w->held = NULL; /* the plugin's from here on */
+    w->held = NULL; /* owned by the plugin from here on */
     size_t nbytes = (size_t)n;
     if (takes_turns)
         pthread_mutex_lock(&plugin_turn);
@@ -64,9 +64,9 @@ static int64_t unplug(Worker *w, const Filter *f, const uint8_t *in, int64_t n, 
 enum { SZIP_MSB = 16, SZIP_NEAREST_NEIGHBOUR = 32 };               /* options of szlib.h */
 enum { AEC_MSB = 4, AEC_PREPROCESS = 8, AEC_NOT_ENFORCE = 64 }; /* flags of libaec.h */
 
-/* A little-endian length, and a stream of extended-Rice code (CCSDS 121.0-B), whose scan lines are
-   padded to whole blocks, and whose 4- and 8-byte samples are split in bytes, as libaec's sz_compat.c
-   does; that itself hides that a chunk decodes short. */
+/* Decodes a little-endian length followed by a stream of extended Rice code (CCSDS 121.0-B) whose scan
+   lines are padded to whole blocks and whose 4- and 8-byte samples are split into bytes. Like libaec's
+   sz_compat.c, which is not used because it hides that a chunk decodes to too few bytes. */
 static int64_t unszip(Worker *w, const Filter *f, const uint8_t *in, int64_t n, uint8_t *out,
                       int64_t room)
 {

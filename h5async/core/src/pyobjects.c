@@ -1,5 +1,5 @@
-/* Makes objects of Python. Its functions are declared here, all of its stable interface: so no header
-   ties a build to one version of Python. */
+/* Makes Python objects. Declares the functions of Python's stable ABI that it uses, so that no header ties
+   a build to one version of Python. */
 
 typedef struct Object Object;
 typedef struct {
@@ -53,7 +53,7 @@ extern void PyEval_RestoreThread(void *thread);
 enum { METH_FASTCALL = 0x80, METH_NOARGS = 0x4 };
 enum { IN_C_ORDER = 0x4 | 0x8 /* PyBUF_FORMAT | PyBUF_ND */ };
 
-/* Whether a buffer has numbers of samples of NumPy's int64, `most_rows` at most. */
+/* Whether a buffer is a non-empty one-dimensional int64 array of at most `most_rows` valid sample numbers. */
 static int are_samples(const Buffer *buffer, int64_t most_rows, int64_t num_samples)
 {
     uint64_t most = 0;
@@ -66,8 +66,8 @@ static int are_samples(const Buffer *buffer, int64_t most_rows, int64_t num_samp
     return most < (uint64_t)num_samples; /* and none is below 0 */
 }
 
-/* Return a new array of NumPy's, whose type is given, of rows with a shape, a tuple, and a dtype; `memory`
-   is set to where it lies. NULL, with an exception: there is none. */
+/* Return a new NumPy array (`type`) of shape (rows, *row) and a dtype, and set `memory` to its data. Returns
+   NULL, with an exception set, on failure. */
 static Object *new_array(Object *type, int64_t rows, Object *row, Object *dtype, uint8_t **memory)
 {
     Object *count = PyLong_FromLongLong(rows), *first = count ? PyTuple_Pack(1, count) : NULL;
@@ -90,7 +90,8 @@ static Object *new_part(int64_t count)
     return part;
 }
 
-/* Set members to what `pairs`, a tuple, has behind the name of each: to a part of it, unless NULL. */
+/* Set attributes from `pairs`, a tuple of alternating names and values; if `part` is not NULL, each is set
+   to its value indexed by `part`. */
 static int set_members(Object *made, Object *pairs, Object *part)
 {
     int are_set = 1;
@@ -105,7 +106,7 @@ static int set_members(Object *made, Object *pairs, Object *part)
     return are_set;
 }
 
-/* Return samples that several arrays describe; see FieldKind.views. */
+/* Return an object for samples described by several arrays; see FieldKind.views. */
 static Object *new_samples(Object *of, int64_t count)
 {
     const int64_t *where = (const int64_t *)(intptr_t)PyLong_AsLongLong(PyTuple_GetItem(of, 0));
@@ -120,8 +121,8 @@ static Object *new_samples(Object *of, int64_t count)
     return is_made ? made : NULL;
 }
 
-/* Return what FieldKind.views says of fields, by name: of `count` samples, which a slice says, too, unless
-   that is NULL. NULL, without an exception: there is no memory. */
+/* Return a dict of the views of fields (see FieldKind.views) for `count` samples; `whole` is the matching
+   slice, or NULL. Returns NULL, without an exception, on failure. */
 static Object *new_views(Object *names, Object *fields, Object *whole, int64_t count)
 {
     Object *views = PyDict_New(), *part = whole ? whole : new_part(count);

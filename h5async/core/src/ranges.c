@@ -4,10 +4,10 @@ typedef struct {
     File *file;
     const Worker *w;
     const Pieces *pieces;
-    int64_t done; /* how many were read before the first that cannot be */
+    int64_t done; /* the number read before the first that cannot be */
 } PiecesCall;
 
-/* Out of the map only where that is the only way: a read costs little more than such a copy. */
+/* Uses the map only if it is the only way: a read costs little more than a copy from the map. */
 static void read_pieces(void *data)
 {
     PiecesCall *call = data;
@@ -17,8 +17,8 @@ static void read_pieces(void *data)
                            : pread_pieces(file, call->w, call->pieces);
 }
 
-/* Read `nbytes[i]` bytes at `offset[i]` of a source to `base + target[i]`, for each i up to the first
-   that cannot be read. Returns how many were read: 0 where the source is not what was indexed. */
+/* Read `nbytes[i]` bytes at `offset[i]` of a source into `base + target[i]`, for each i up to the first
+   that cannot be read. Returns the number read: 0 if the source has changed since it was indexed. */
 PUBLIC int64_t h5async_read_ranges(Sources *sources, Worker *w, const int64_t *offset,
                                    const int64_t *nbytes, const int64_t *target, uint8_t *base,
                                    int64_t base_nbytes, int64_t count, int64_t number)

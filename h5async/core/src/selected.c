@@ -1,12 +1,12 @@
-/* Reads a selection of a dataset, other than a batch of its samples: parts of equal size and with steps,
-   at places that are given, in one call.
+/* Reads a selection of a dataset that is not a batch of whole samples: parts of equal size and steps, at
+   given places, in one call.
 
-   A dataset that holds its values itself is one row then (`DatasetLayout.with_one_sample`), of which the
-   parts are read; of others, the parts are of samples. */
+   A dataset that holds its values itself is treated as one row (`DatasetLayout.with_one_sample`), and the
+   parts are parts of that row; for other datasets, they are parts of samples. */
 
 typedef struct {
-    BatchPlan plan; /* used again by each call */
-    Field field;    /* the one below, with the part that is selected */
+    BatchPlan plan; /* reused by each call */
+    Field field;    /* a copy of `of`, with the crop of the selection */
     Target target;
     Crop crop;
     const Field *of;
@@ -18,9 +18,9 @@ typedef struct {
     const int64_t *places;  /* [count][rank]; NULL: all parts are at the place in `numbers` */
     int64_t count;
     uint8_t *out;
-    int64_t row_nbytes; /* from a part to the next one */
+    int64_t row_nbytes; /* from one part to the next */
     int64_t may_keep;   /* whether decoded chunks may be kept for later calls */
-    int64_t in_order;   /* whether strides are those of a part in C order, and not given */
+    int64_t in_order;   /* whether parts are in C order, so that strides are not given */
     int64_t numbers[4 * MAX_RANK]; /* place, sizes, steps and strides: see Crop */
 } Selected;
 
@@ -47,7 +47,7 @@ PUBLIC int64_t h5async_plan_selected(Selected *s)
                               s->count, s->count, s->num_samples, 1, NULL);
 }
 
-/* Plan and read them. Returns how many items were refused; -1 where they cannot be planned. */
+/* Plan and read the parts. Returns the number of refused items, or -1 if they cannot be planned. */
 PUBLIC int64_t h5async_read_selected(Selected *s)
 {
     if (h5async_plan_selected(s) < 1)

@@ -1,5 +1,5 @@
-/* Makes NumPy's elements of stored ones, by the steps that codec/filters.py declares, and has
-   checked: each makes some values of each element. */
+/* Converts stored elements to NumPy's by the steps that codec/filters.py has declared and checked: each
+   step converts some values of every element. */
 
 enum { STEP_VALUES = 13 };
 enum StepKind { STEP_COPY, STEP_ENDED, STEP_PADDED, STEP_BITS, STEP_FLOAT, STEP_KINDS };
@@ -8,13 +8,13 @@ typedef struct {
     uint32_t kind, from, to, from_nbytes, nbytes, count, is_big, given[6];
 } Step;
 
-/* The `count` bits at `at`; 0 < count <= 64. */
+/* `count` bits from bit `at` on; 0 < count <= 64. */
 ALWAYS_INLINE uint64_t field_of(uint64_t bits, uint32_t at, uint32_t count)
 {
     return bits >> at & (UINT64_MAX >> (64 - count));
 }
 
-/* A float of any format to one of IEEE's that holds all its values; of a NaN, HDF5 keeps the sign. */
+/* Convert a float of any format to an IEEE format that holds all its values; HDF5 keeps a NaN's sign only. */
 ALWAYS_INLINE uint64_t float_bits(const uint32_t *g, uint64_t bits, uint32_t nbytes)
 {
     const int msize = nbytes == 2 ? 10 : nbytes == 4 ? 23 : 52;
@@ -72,7 +72,7 @@ static int64_t convert_stored(const Filter *f, const uint8_t *in, int64_t n, uin
     const int64_t to = f->values[0], from = f->values[1];
     if (f->num_values < 2 || n % from || n / from > room / to)
         return -1;
-    memset(out, 0, (size_t)(n / from * to)); /* what lies between members */
+    memset(out, 0, (size_t)(n / from * to)); /* clears the padding between members */
     for (int64_t v = 2; v + STEP_VALUES <= f->num_values; v += STEP_VALUES) {
         Step s;
         memcpy(&s, f->values + v, sizeof s);

@@ -1,10 +1,10 @@
-/* Notes what threads do while a reader is traced: from when to when which stage, of which batch, field
-   and source. All threads write to one buffer, whose first events are kept; the others are counted.
-   Where stages of a batch follow each other without a gap, they are one event if they are the same; so
-   are those of several fields or sources, as long as it is brief.
+/* Records what threads do while a reader is traced: the begin and end of each stage, with its batch, field
+   and source. All threads write to one buffer; events that come after it is full are only counted.
+   Consecutive events of the same stage and batch without a gap are merged; across fields or sources, only
+   while the merged event is brief.
 
-   A trace ends while threads are at work. So each says, for the time of a call, that it uses the
-   buffer; who ends the trace is told, and keeps the buffer as long. */
+   A trace may end while threads are at work. So each thread announces, for the duration of a call, that it
+   uses the buffer; whoever ends the trace learns this, and keeps the buffer until then. */
 
 enum Stage { PLANNING = 0, READING, DECODING, PLACING, TRANSFORMING, REQUESTING, WAITING, UPLOADING };
 enum { SEVERAL = -1, IN_MEMORY = -3, BRIEF_NS = 1000 };
@@ -12,7 +12,7 @@ enum { SEVERAL = -1, IN_MEMORY = -3, BRIEF_NS = 1000 };
 struct Trace {
     TraceEvent *events; /* [capacity], zeros at first */
     int64_t capacity;
-    _Atomic int64_t count; /* that were noted, with those that had no room */
+    _Atomic int64_t count; /* of all events, including those that did not fit */
 };
 
 ALWAYS_INLINE int is_traced(Worker *w)
@@ -20,7 +20,7 @@ ALWAYS_INLINE int is_traced(Worker *w)
     return atomic_load_explicit(&w->tracing, memory_order_relaxed) != NULL;
 }
 
-/* What is noted of from now on. */
+/* Set the field and source of events from now on. */
 ALWAYS_INLINE void set_traced(Worker *w, int32_t field, int32_t source)
 {
     w->traced_field = field, w->traced_source = source;
@@ -61,7 +61,7 @@ static NOINLINE void note_stage(Worker *w, enum Stage stage, int64_t begin, int6
                            .field = w->traced_field, .source = w->traced_source};
 }
 
-/* A stage has lasted from `since` until now, from which on the next one is counted. */
+/* Record a stage that lasted from `since` until now, and set `since` to now for the next one. */
 ALWAYS_INLINE void end_stage(Worker *w, enum Stage stage, int64_t *since)
 {
     int64_t now = now_ns(), taken = now - *since;
@@ -76,14 +76,14 @@ ALWAYS_INLINE void end_stage(Worker *w, enum Stage stage, int64_t *since)
     *since = now;
 }
 
-/* Use the buffer that the worker has by now, if any, until `end_tracing`. */
+/* Use the worker's current buffer, if any, until `end_tracing`. */
 static void begin_tracing(Worker *w)
 {
     Trace *trace = atomic_load_explicit(&w->trace, memory_order_relaxed);
     if (trace == NULL)
         return;
     atomic_store(&w->tracing, trace);
-    if (atomic_load(&w->trace) != trace) /* it was taken away meanwhile, before this was seen */
+    if (atomic_load(&w->trace) != trace) /* taken away before the store to `tracing` was seen */
         atomic_store(&w->tracing, NULL);
     set_traced(w, SEVERAL, SEVERAL);
 }
@@ -96,7 +96,7 @@ static void end_tracing(Worker *w)
     atomic_store(&w->tracing, NULL);
 }
 
-/* Note a stage alone, outside of a call. */
+/* Record a single stage, outside of a call. */
 static void note_alone(Worker *w, enum Stage stage, int64_t batch, int32_t field, int32_t source,
                        int64_t begin, int64_t end)
 {
@@ -109,15 +109,15 @@ static void note_alone(Worker *w, enum Stage stage, int64_t batch, int32_t field
     end_tracing(w);
 }
 
-/* Give a worker, which may be at work, a buffer; NULL: none. Returns whether it uses one at present,
-   which may be the one that it had before. */
+/* Give a worker, which may be at work, a buffer, or take it away (NULL). Returns whether the worker is
+   using a buffer at present, which may be its previous one. */
 PUBLIC int64_t h5async_trace(Worker *w, Trace *trace)
 {
     atomic_store(&w->trace, trace);
     return atomic_load(&w->tracing) != NULL;
 }
 
-/* Copy `count` of the events, from number `begin` on. One that is being noted has the end 0. */
+/* Copy `count` events from index `begin` on. An event that is still being written has end 0. */
 PUBLIC int64_t h5async_copy_events(const Trace *trace, TraceEvent *out, int64_t begin,
                                    int64_t count)
 {

@@ -1,15 +1,15 @@
-/* Transforms rows as they are read to rows as they are delivered: channels first, cast, scaled. */
+/* Transforms rows from stored to delivered form: channels first, cast, scaled. */
 
 typedef struct {
-    int64_t samples, points, channels; /* the order; channels come before points then */
-    int32_t source, is_float;          /* source: see below; is_float: deliver float32 */
+    int64_t samples, points, channels; /* in this order as read; delivered with channels before points */
+    int32_t source, is_float;          /* source: enum SourceKind; is_float: deliver float32 */
     const float *scale, *offset;       /* [channels], or NULL */
 } Transform;
 
 enum SourceKind { BYTES_1 = 1, BYTES_2 = 2, BYTES_4 = 4, BYTES_8 = 8, UINT8 = 11, UINT16 = 12,
               INT16 = 13, FLOAT32 = 14 };
 
-/* The type of an element as it is read. */
+/* The size of an element as read. */
 static int64_t source_nbytes(const Transform *t)
 {
     if (t->source <= BYTES_8)
@@ -32,7 +32,7 @@ static int64_t source_nbytes(const Transform *t)
 #define CAST_PLANE(type)                                                                          \
     PLANES(type, float *restrict to = (float *)(void *)out + c * points;                          \
            float scale = t->scale ? t->scale[c] : 1;                                              \
-           float offset = t->offset ? t->offset[c] : -0.0f; /* which changes no number */         \
+           float offset = t->offset ? t->offset[c] : -0.0f; /* adding it changes no number */         \
            for (int64_t i = 0; i < count; i++)                                                    \
                to[i] = (float)from[i * channels + c] * scale + offset;)
 
@@ -41,7 +41,7 @@ static int64_t source_nbytes(const Transform *t)
         planes(type)                                                                              \
         break;
 
-/* `count` points of one sample; the compiler vectorizes loops over a known number of channels. */
+/* Transform `count` points of a sample; with a constant `channels`, the compiler vectorizes the loops. */
 ALWAYS_INLINE void transform_points(const Transform *t, const uint8_t *in, uint8_t *out,
                                     int64_t points, int64_t count, int64_t channels)
 {

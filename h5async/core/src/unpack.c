@@ -1,15 +1,15 @@
-/* Unpacks stored values, as the CF conventions say: NaN for what is missing, scaled, added to. */
+/* Unpacks stored values by the CF conventions: replaces missing ones with NaN, scales, and adds an offset. */
 
 typedef struct {
-    int64_t rows, count;               /* count: values of a row */
-    int32_t source, is_double, is_wide; /* computed in double; delivered as double */
-    const int64_t *which;               /* of each row: its place in the arrays; NULL: 0 */
-    const double *scale, *offset, *fill, *low, *high; /* 1, -0.0, NaN and infinities change nothing */
+    int64_t rows, count;               /* count: values per row */
+    int32_t source, is_double, is_wide; /* is_double: compute in double; is_wide: deliver double */
+    const int64_t *which;               /* by row: its index in the arrays below; NULL: 0 */
+    const double *scale, *offset, *fill, *low, *high; /* no-ops: 1, -0.0, NaN, -inf and inf */
 } Unpack;
 
 enum UnpackSource { I1 = 1, U1, I2, U2, I4, U4, F4, F8 };
 
-/* One row. What is computed in floats is held by doubles exactly. */
+/* Unpack one row. Parameters for computing in float are exact in double. */
 #define UNPACK_ROW(name, stored, real, delivered)                                                 \
     ALWAYS_INLINE void unpack_##name(const Unpack *u, int64_t at, const stored *restrict in,      \
                                      delivered *restrict out)                                     \
@@ -60,7 +60,7 @@ ALWAYS_INLINE void unpack_inline(const Unpack *u, const uint8_t *in, uint8_t *ou
 
 ALSO_FOR_AVX2(unpack, (const Unpack *u, const uint8_t *in, uint8_t *out), (u, in, out))
 
-/* Unpack rows, which lie one after the other. */
+/* Unpack contiguous rows. */
 PUBLIC int64_t h5async_unpack(const Unpack *u, const uint8_t *in, uint8_t *out)
 {
     unpack(u, in, out);

@@ -1,10 +1,11 @@
-/* Uploads batches to a GPU in the thread that has filled one, by calls of CUDA's driver. Events order these
-   as deliver/cuda.py says; they are Python's, which uploads other batches of the same slots with them. */
+/* Uploads batches to a GPU, in the thread that filled them, with the CUDA driver API. deliver/cuda.py
+   documents how events order the uploads; Python creates the events, and itself uploads other batches of the
+   same slots with them. */
 
 enum { MAX_STREAMS = 2 }; /* of the caller: CuPy's and PyTorch's */
 
-/* The memory of a slot, its events, and the kernels that make what is delivered of it; NULL: there are none.
-   If rows are kept on the GPU, only `places` are uploaded, from which these kernels copy them. */
+/* The memory of a slot, its events, and a graph of the kernels that produce the delivered arrays (NULL: none).
+   If rows are kept on the GPU, only `places` are uploaded, and the kernels copy the rows by them. */
 typedef struct {
     const uint8_t *host;
     int64_t *places;
@@ -12,8 +13,8 @@ typedef struct {
     void *uploaded, *ready, *released[MAX_STREAMS], *graph;
 } UploadedSlot;
 
-/* Functions by their names in the driver, which return 0 if all is well; of each column, where its rows
-   begin in the memory of a slot, of `nbytes`, and the bytes of a row; `rows` are those of a whole batch. */
+/* Driver functions by their names, which return 0 on success; for each column, the offset of its rows in the
+   memory of a slot (of `nbytes`) and the bytes of a row; and `rows`, the size of a full batch. */
 typedef struct {
     int32_t (*cuCtxPushCurrent_v2)(void *), (*cuCtxPopCurrent_v2)(void **);
     int32_t (*cuMemcpyHtoDAsync_v2)(uint64_t, const void *, size_t, void *);
@@ -36,7 +37,7 @@ static int leave_gpu(const Uploads *u, int is_well)
     return (u->cuCtxPopCurrent_v2(&ours) == 0) & is_well;
 }
 
-/* Whether the last upload out of a slot's host memory is done; who `waits` is told 0 only where the GPU fails. */
+/* Whether the last upload from a slot's host memory is done. With `waits`, 0 means that the GPU failed. */
 static int is_upload_done(const Uploads *u, int64_t slot, int waits)
 {
     void *uploaded = u->slots[slot].uploaded;
@@ -65,9 +66,9 @@ static int upload_places(const Uploads *u, const UploadedSlot *s, const int64_t 
     return nbytes == 0 || u->cuMemcpyHtoDAsync_v2(s->places_on_device, s->places, nbytes, u->copy_stream) == 0;
 }
 
-/* Put the copies of a batch's rows on the one stream, behind what used the slot's memory, and kernels on the
-   other; these take all rows of the slot, whichever the batch has. `places`: of rows that are kept on the
-   GPU, or NULL. Whatever fails, the events come after all that was put there. Returns 0 where the GPU fails. */
+/* Queue the copies of a batch's rows on the copy stream, after all uses of the slot's memory, and the kernels
+   on the work stream; these process all rows of the slot, even if the batch has fewer. `places`: of rows kept
+   on the GPU, or NULL. The events come after all queued work in any case. Returns 0 if the GPU fails. */
 static int upload_rows(const Uploads *u, int64_t slot, const int64_t *places, int64_t count)
 {
     const UploadedSlot *s = &u->slots[slot];
@@ -85,8 +86,8 @@ static int upload_rows(const Uploads *u, int64_t slot, const int64_t *places, in
     return leave_gpu(u, is_well);
 }
 
-/* Have the caller's streams wait for a slot's upload; or, if they are done with its batch, note that the
-   next upload has to wait for them. Returns 0 where the GPU fails. */
+/* Make the caller's streams wait for a slot's upload; or, if `are_done` with its batch, make the next upload
+   wait for the streams. Returns 0 if the GPU fails. */
 static int order_uses(const Uploads *u, int64_t slot, void *const *streams, int64_t count, int are_done)
 {
     const UploadedSlot *s = &u->slots[slot];

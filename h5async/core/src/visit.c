@@ -1,8 +1,7 @@
-/* Visits the chunks of a dataset by HDF5's H5Dchunk_iter, looks chunks up by their keys, and fetches
-   some. HDF5 is called through pointers to functions of the one that h5py has loaded, under h5py's
-   lock.
+/* Visits the chunks of a dataset with HDF5's H5Dchunk_iter, looks chunks up by their keys, and fetches
+   some. HDF5 is called through function pointers into the library that h5py has loaded, under h5py's lock.
 
-   hid_t is 64 bits wide since HDF5 1.10, as hsize_t and haddr_t are; the visitor has these
+   hid_t has been 64 bits wide since HDF5 1.10, like hsize_t and haddr_t; the visitor has these
    parameters in 1.14 and 2.0 (H5Dpublic.h). */
 
 enum { MAX_VISIT_RANK = 32, VISITS_BETWEEN_SIGNALS = 1 << 16 };
@@ -14,29 +13,29 @@ typedef int (*Lookup)(int64_t dataset, const uint64_t *corner, uint64_t *nbytes)
 
 typedef struct {
     int (*iterate)(int64_t dataset, int64_t transfer, Visitor visitor, void *data);
-    Lookup look_up;    /* H5Dget_chunk_storage_size: chunks that were visited are looked up; NULL: not */
-    int64_t most_looked_up; /* of more, a part is */
-    /* Of Python: PyEval_SaveThread, PyEval_RestoreThread, PyErr_CheckSignals. */
+    Lookup look_up;    /* H5Dget_chunk_storage_size, to look up visited chunks; NULL: do not */
+    int64_t most_looked_up; /* of more chunks, only a sample is looked up */
+    /* Python's PyEval_SaveThread, PyEval_RestoreThread, PyErr_CheckSignals. */
     void *(*save_thread)(void);
     void (*restore_thread)(void *);
     int (*check_signals)(void);
     int64_t dataset, rank;
-    const int64_t *chunk, *grid; /* [rank]: extents of a chunk, and how many chunks there are */
+    const int64_t *chunk, *grid; /* [rank]: extents of a chunk, and the number of chunks */
     int64_t *number, *offset, *nbytes; /* out, [capacity] */
     uint32_t *mask;
     int64_t capacity;
     /* Out: */
     int64_t count;
-    int64_t end;                /* behind the last byte of all chunks in the file */
+    int64_t end;                /* end of the chunks in the file, in bytes */
     int64_t least, most;        /* bytes of a chunk */
     int64_t is_ascending;       /* each number is higher than the one before */
-    int64_t is_apart;           /* each chunk begins where the one before ends, or behind it */
-    int64_t is_outside;         /* a corner is no chunk's of the grid; `number` is one near it */
-    int64_t unlike; /* a chunk that is not found by its key; -1: none; -2: none was looked up */
-    void *thread;               /* used here: what Python knows this thread by */
+    int64_t is_apart;           /* each chunk begins where the one before ends, or after that */
+    int64_t is_outside;         /* a corner is not on the grid; `number` is then that of a chunk near it */
+    int64_t unlike; /* index of a chunk not found by its key; -1: none; -2: none was looked up */
+    void *thread;               /* internal: Python's state of this thread */
 } Visit;
 
-/* Python's signal handlers run in the main thread, when it holds the GIL. */
+/* Takes the GIL and lets Python run its signal handlers, if this is the main thread. */
 static int is_interrupted(Visit *v)
 {
     v->restore_thread(v->thread);
@@ -75,7 +74,7 @@ static int visit_chunk(const uint64_t *corner, unsigned mask, uint64_t address, 
     return v->count % VISITS_BETWEEN_SIGNALS == 0 && is_interrupted(v) ? -1 : 0;
 }
 
-/* Looks a chunk up by its number; returns whether HDF5 finds it with the size that is expected. */
+/* Looks a chunk up by its number; returns whether HDF5 finds it with the expected size. */
 static int is_found_by_key(const Visit *v, int64_t number, int64_t expected)
 {
     uint64_t corner[MAX_VISIT_RANK], nbytes = 0;
@@ -95,8 +94,8 @@ PUBLIC int64_t h5async_look_up(const Visit *v, const int64_t *number, const int6
     return -1;
 }
 
-/* Fills the columns; returns 0, or -1 where HDF5 reports an error or the visitor stopped it: then
-   Python visits the chunks again, and words the error. Called with the GIL, which it gives away. */
+/* Fills the columns; returns 0, or -1 if HDF5 reports an error or the visitor stopped it: Python then
+   visits the chunks again, and raises the error. Called with the GIL, which it releases meanwhile. */
 PUBLIC int64_t h5async_visit(Visit *v)
 {
     v->count = v->end = v->least = v->most = v->is_outside = 0;
@@ -114,9 +113,9 @@ PUBLIC int64_t h5async_visit(Visit *v)
 typedef int (*ReadChunk)(int64_t dataset, int64_t transfer, const uint64_t *corner, uint32_t *mask,
                          void *out);
 
-/* Reads `count` chunks, as they are stored, to `w->encoded`, one behind the other, and notes the size
-   and the filter mask of each in `found` [count][2]. Returns 0 where they are too large, or one was
-   never written, or is not read. Called under h5py's lock. */
+/* Reads `count` chunks, still encoded, one after the other into `w->encoded`, and writes the size and
+   filter mask of each to `found` [count][2]. Returns 0 if they do not fit, or one was never written or
+   cannot be read. Called under h5py's lock. */
 PUBLIC int64_t h5async_fetch_chunks(const Worker *w, Lookup look_up, ReadChunk read, int64_t dataset,
                                     const uint64_t *corners, int64_t rank, int64_t count,
                                     int64_t *found)
@@ -136,8 +135,7 @@ PUBLIC int64_t h5async_fetch_chunks(const Worker *w, Lookup look_up, ReadChunk r
     return 1;
 }
 
-/* Decodes what was fetched, one behind the other, each to exactly `room` bytes; returns 0 where that
-   cannot be done. */
+/* Decodes the fetched chunks one after the other, each to exactly `room` bytes; returns 0 if one fails. */
 PUBLIC int64_t h5async_decode_fetched(const Filter *filters, Worker *w, uint8_t *out,
                                       int64_t num_filters, const int64_t *found, int64_t count,
                                       int64_t room)

@@ -1,24 +1,24 @@
-/* Copies several decoded chunks to rows at once, if their pieces lie interleaved there, as those of
-   chunks that split the channels of images: so the rows are written line by line, and only once. */
+/* Copies several decoded chunks to rows at once if their pieces interleave there, such as chunks that split
+   the channels of images: the rows are written line by line, and only once. This is called weaving. */
 
 enum { MOST_WOVEN = 4, MOST_VECTORS = 8 };
 
 typedef struct {
     Piece pieces[MOST_WOVEN];
-    int64_t count, from_stride, to_stride, length; /* strides and length: of a line, in elements */
-    /* How a block is woven; number of vectors 0: element by element. */
+    int64_t count, from_stride, to_stride, length; /* of a line: strides in bytes, length in elements */
+    /* How a block is woven with vectors; num_out 0: element by element. */
     int64_t num_in, num_out, block;
-    uint8_t lanes[MOST_VECTORS][MOST_VECTORS][16]; /* by vector that leaves, and vector that enters */
+    uint8_t lanes[MOST_VECTORS][MOST_VECTORS][16]; /* shuffle masks, by output vector and input vector */
 } Woven;
 
-/* Whether a piece lies behind the first `nbytes` of each element of a line that others fill. */
+/* Whether a piece directly follows the first `nbytes` of each element of a line. */
 static int is_beside(const Piece *first, const Piece *next, int64_t nbytes)
 {
     return next->rank == first->rank && next->begin == first->begin + nbytes &&
            memcmp(next->dims, first->dims, (size_t)first->rank * sizeof(Dim)) == 0;
 }
 
-/* Find the pieces from `cross` on that fill lines of rows together. Returns how many; 1: none do. */
+/* Find the pieces from `cross` on that together fill lines of rows. Returns their number; 1 if none do. */
 static int64_t find_woven(const Dataset *d, int64_t cross, Woven *woven)
 {
     Piece *pieces = woven->pieces;
@@ -34,7 +34,7 @@ static int64_t find_woven(const Dataset *d, int64_t cross, Woven *woven)
     return nbytes == line->to_stride ? count : 1;
 }
 
-/* How many chunks that follow each other fill lines of rows together, all over a row. */
+/* The number of consecutive chunks that together fill lines of rows, the same all over a row. */
 static int64_t num_woven(const Dataset *d)
 {
     Woven woven;
@@ -42,13 +42,13 @@ static int64_t num_woven(const Dataset *d)
     return d->num_cross % count ? 1 : count;
 }
 
-/* Find out which byte of a block goes where. */
+/* Plan where each byte of a block goes. */
 static void plan_vectors(Woven *woven, const Dataset *d)
 {
     const int64_t size = d->itemsize, each = woven->from_stride / size;
     woven->num_in = each * woven->count, woven->num_out = woven->to_stride / size;
     woven->block = 16 / size;
-    int64_t end = woven->from_stride; /* of a sample in a chunk: nothing behind it is read */
+    int64_t end = woven->from_stride; /* of a sample in a chunk: nothing beyond it is read */
     for (int64_t a = 0; a < woven->pieces->rank; a++)
         end += (woven->pieces->dims[a].extent - 1) * woven->pieces->dims[a].from_stride;
     for (int64_t k = 0; k < woven->count; k++)
@@ -136,7 +136,7 @@ static void weave(const Woven *woven, const Dataset *d, const uint8_t *const *fr
     }
 }
 
-/* Copy samples of some decoded chunks, which lie one after the other, to rows. */
+/* Copy samples of decoded chunks, which are contiguous in memory, to rows. */
 static void place_woven(Woven *woven, const Dataset *d, const Runs *runs, const uint8_t *chunks,
                         uint8_t *rows)
 {

@@ -1,16 +1,16 @@
-/* What a thread does of a plan, and what all its items need: rows that nothing holds, numbers whose
-   bytes are reversed, and rows that are transformed as they are read. */
+/* A thread's share of a plan, and helpers for all kinds of items: filling rows that nothing holds,
+   swapping bytes, and transforming rows as they are read. */
 
 enum { MAX_CLAIMS = 16, SURE_USES = 3, USES_PER_PROBE = 8, COLD_USES = 64 };
 
-/* A piece of what is kept that a thread decodes. */
+/* A piece of a store's entry that a thread has claimed, to decode it. */
 typedef struct {
     Store *store;
     Kept *kept;
     int64_t piece;
 } Claimed;
 
-/* A range of a plan's items, in one thread. */
+/* A range of a plan's items, done by one thread. */
 typedef struct {
     BatchPlan *plan;
     const Field *fields;
@@ -19,14 +19,14 @@ typedef struct {
     File *file;
     Source *source;
     int64_t at, end, skipped;    /* of the items of one source; the first that was skipped */
-    int32_t cross;               /* at which piece of the item */
-    int64_t available, mappable, last_ns; /* bytes to read out of the map: while cached; at all */
+    int32_t cross;               /* the current piece of the item */
+    int64_t available, mappable, last_ns; /* bytes to read from the map: if cached; in any case */
     Claimed claims[MAX_CLAIMS]; /* to be published if the file was not changed meanwhile */
-    Kept *rows; /* that the item at hand takes, while its pieces are put together; NULL: none */
+    Kept *rows; /* for the current item, while its pieces are assembled; or NULL */
     Store *rows_store;
-    const Wanted *bounded; /* the last samples that were compared, how many, and their bounds */
+    const Wanted *bounded; /* the last samples whose bounds were computed, their number and bounds */
     int64_t num_bounded, least, most;
-    int num_claims, may_wait, is_cold; /* is_cold: it was not in the page cache, and is asked for */
+    int num_claims, may_wait, is_cold; /* is_cold: not in the page cache, so it is asked for */
 } Work;
 
 static Runs runs_of_item(const BatchPlan *plan, const Item *item)
@@ -58,7 +58,7 @@ static void transform_item(const BatchPlan *plan, const Field *f, const Target *
         transform_run(f, target, runs.position[r], runs.length[r]);
 }
 
-/* Rows that nothing holds, or in whose place there are zeros. */
+/* Fill rows that nothing holds, or that are to be zeros. */
 static void fill_rows(const BatchPlan *plan, const Field *f, const Target *target, const Item *item)
 {
     Runs runs = runs_of_item(plan, item);
@@ -112,7 +112,7 @@ static void swap_pieces(const Dataset *d, int64_t number, int32_t cross, const R
         }
 }
 
-/* How the rows of an item lie and, if parts of them are delivered, where these begin. */
+/* The dataset of an item, with the places of its crop, if the field has one. */
 static Dataset dataset_of(const BatchPlan *plan, const Field *f, const Item *item)
 {
     return with_places(plan, f, shape_of(f, item)->dataset);
