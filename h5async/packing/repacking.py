@@ -268,7 +268,6 @@ class Repacking:
         return found
 
     def _source(self, path: str, axis: int) -> RowSource:
-        """Return the rows of a dataset in all files."""
         return RowSource(self._files, path, axis, self._united.maps.get(path))
 
     def _selection(self, sampled: Mapping[str, RowSource]) -> Selection:
