@@ -209,9 +209,9 @@ def _check_features(transforms: Mapping[str, RowTransform], most: int) -> None:
         count = math.prod(transform.of_one_row.row)
         if count > most:
             raise BudgetError(
-                f"field {name!r} has {count:,} features, and there is memory for statistics of"
-                f' {most:,}: choose per="channel" or None, name a region or fewer fields, or set'
-                f" {named('max_batch_bytes')} to let it take more"
+                f"field {name!r} has {count:,} features, but there is only memory for statistics of"
+                f' {most:,}: choose per="channel" or None, a region or fewer fields, or set'
+                f" {named('max_batch_bytes')} to allow more"
             )
 
 

@@ -161,7 +161,7 @@ def _has_grey_of_16_bits(header: ImageHeader, data: Bytes) -> bool:
 def _decoded(data: Bytes, header: ImageHeader, own: _Scratch) -> Bytes:
     """Return the pixels of an image, in the thread's memory; via Pillow if our decoder fails."""
     if header.height * header.width > _MOST_PIXELS:
-        raise ValueError(f"it has {header.height:,} x {header.width:,} pixels, which are too many")
+        raise ValueError(f"it has {header.height:,} x {header.width:,} pixels, which is too many")
     pixels: Bytes = own.memory.of(header.height * header.width * 3).reshape(header.shape)
     try:
         decode_rgb(data, header, pixels)

@@ -118,8 +118,8 @@ def _write(work: Repacking, path: Path, options: RepackOptions, progress: Progre
             os.replace(written, path.with_name(f"{path.name}.differs"))
             raise
         raise ConfigError(
-            f"{written} exists, and is not what these files and options make: {error};"
-            f" write another file, or replace it by {named('overwrite', True)}"
+            f"{written} exists, but is not the result of these files and options: {error};"
+            f" write another file, or replace it with {named('overwrite', True)}"
         ) from error
     if is_beside:
         os.replace(written, path)
@@ -185,8 +185,8 @@ class _Shards:
             work = Repacking(list(map(open_index, self._config.files)), self._config, self._options)
             if work.digest() != self._digest:
                 raise ReadError(
-                    f"{paths_text(self._config.hdf5_path)}: files were changed, or are others on"
-                    f" the node {os.uname().nodename}: all nodes must have the same ones"
+                    f"{paths_text(self._config.hdf5_path)}: files have changed, or differ on the"
+                    f" node {os.uname().nodename}; all nodes must have the same files"
                 )
             self.parts = work.parts(self._options.shards or 0)
         _write(self.parts[number], shard_path(self._path, number), self._options, self.show)

@@ -55,7 +55,7 @@ Progress = Callable[[int, int | None, int], None]  # samples done, total samples
 _ARRAYS = (".npy", ".npz")
 _SAVED = ("state.json", "dataset_dict.json")  # in folders of saved Hugging Face datasets
 _KINDS = (
-    "folders of images or audio, a folder of episodes, a dataset that datasets has saved, or .tar,"
+    "folders of images or audio, a folder of episodes, a saved Hugging Face dataset, or .tar,"
     " .tar.gz, .parquet, .arrow, .feather, .csv, .npy and .npz files"
 )
 _BLOCKS_AT_A_TIME = 8  # blocks are small enough that this many fit in the memory
@@ -206,9 +206,8 @@ class _Shards:
     ) -> None:
         if options.shards is None or not (source.files_are_sources or _is_listed(source)):
             raise ConfigError(
-                f"{source.name} cannot be packed on Ray, where a job packs a shard: give"
-                f" {named('shards')}, and folders or files whose samples, or files, can be read one"
-                " by one"
+                f"{source.name} cannot be packed on Ray, where each job packs a shard: give"
+                f" {named('shards')}, and folders or files that jobs can read independently"
             )
         self._sources, self._path, self._digest, self._all = sources, path, digest, source.digest()
         threads = max(1, options.num_threads or 1)
@@ -220,13 +219,13 @@ class _Shards:
             blocks.begin(0, None)
             first = blocks.following
         if first is None or not first.kept:
-            raise DatasetError(f"{source.name} has no samples that can be packed, to begin with")
+            raise DatasetError(f"{source.name} has no samples at its start that can be packed")
         self._encoded, self._like = blocks.encoded, columns_of(first, blocks.encoded, options)
         coded = [name for name, one in self._like.items() if one.form == "codes"]
         if coded:
             raise ConfigError(
                 f'{source.name}: column "{coded[0]}" has categories, which each shard would number'
-                " by itself; pack it without Ray"
+                " on its own; pack it without Ray"
             )
         row_nbytes = first.nbytes / first.taken
         if source.nbytes and options.size is None and source.count:
@@ -261,8 +260,8 @@ class _Shards:
             self._source = source
             if source.digest() != self._all:
                 raise ReadError(
-                    f"{source.name}: files were changed, or are others on the node"
-                    f" {os.uname().nodename}: all nodes must have the same ones"
+                    f"{source.name}: files have changed, or differ on the node"
+                    f" {os.uname().nodename}; all nodes must have the same files"
                 )
         try:
             return self._write(source, shard_path(self._path, number), begin, end)
@@ -338,8 +337,8 @@ class Blocks(AbstractContextManager["Blocks"]):
             source.rows = min(source.rows, _DECODED_ROWS)
         if options.shuffle and source.is_in_order:
             raise ConfigError(
-                f"{source.name} can only be read in order; pack it without {named('shuffle')}, and"
-                " shuffle the file by h5async repack --shuffle full, or let the reader shuffle"
+                f"{source.name} can only be read in order; pack it without {named('shuffle')}, then"
+                " shuffle the file with h5async repack --shuffle full, or let the reader shuffle"
             )
         source = copy(source)
         if options.shuffle:
@@ -442,7 +441,7 @@ def _at(given: Sequence[Path], options: PackOptions) -> Source:
         raise ReadError(f"{missing} cannot be packed: there is no such file or folder")
     are_folders = {path.is_dir() for path in paths}
     if are_folders == {True, False}:
-        raise ConfigError(f"{paths[0]} and others are files and folders; give only one of these")
+        raise ConfigError(f"{paths[0]} and others: give either files or folders, not both")
     if are_folders == {True}:
         return _in_folders(paths, options)
     suffixes = sorted({path.suffix.lower() for path in paths})

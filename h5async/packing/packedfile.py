@@ -293,8 +293,8 @@ class PackedFile:
             where = block.names[place] if block.names else f"sample {self.taken + place:,}"
             if self._options.on_error == "raise":
                 raise ReadError(
-                    f"{where} cannot be packed: {reason}; mend or remove it, or leave out such"
-                    f" samples by {named('on_error', 'skip')}"
+                    f"{where} cannot be packed: {reason}; fix or remove it, or skip such samples"
+                    f" with {named('on_error', 'skip')}"
                 )
             self.bad.append((where, reason))
         if block.kept:
@@ -325,7 +325,7 @@ class PackedFile:
         if block.columns.keys() != self._columns.keys():
             odd = sorted(block.columns.keys() ^ self._columns.keys())
             raise DatasetError(
-                f"samples from {self.taken:,} on do not have the columns of those before: only some"
+                f"samples from {self.taken:,} on have other columns than those before: only some"
                 f' have "{odd[0]}"'
             )
         for name, column in self._columns.items():
@@ -333,7 +333,7 @@ class PackedFile:
             if units != before:
                 raise DatasetError(
                     f'samples from {self.taken:,} on: column "{name}" has the units'
-                    f' "{units}", and "{before}" before; convert its values'
+                    f' "{units}", but "{before}" before; convert its values'
                 )
             values = fitted(column, block.columns[name], self.taken)
             if self._classes.get(name) and isinstance(values, np.ndarray):

@@ -239,8 +239,8 @@ def read_journal(path: Path) -> Journal | None:
     head, _, rest = content.partition(b"\n")
     if head != _FORMAT + hashlib.blake2b(rest, digest_size=16).hexdigest().encode():
         raise DamagedError(
-            f"{path} is damaged, or no journal of h5async; without it, writing cannot be gone on "
-            "with: delete it, and what was written beside it, and begin anew",
+            f"{path} is damaged, or not an h5async journal, so writing cannot continue: delete "
+            "it and the unfinished file next to it, and start over",
             filename=str(path),
         )
     line, _, data = rest.partition(b"\n")

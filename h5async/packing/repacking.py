@@ -113,8 +113,8 @@ class Repacking:
         for file, stamp in zip(self._files, self._stamps, strict=True):
             if not file.source.stamp().has_content_of(stamp):
                 raise ReadError(
-                    f"{file.filename} was changed while it was repacked; what was written is of no"
-                    " use: begin anew",
+                    f"{file.filename} was changed while it was being repacked, so the output is"
+                    " unusable; start over",
                     filename=file.filename,
                 )
 
@@ -162,7 +162,7 @@ class Repacking:
         counts = {rows.offsets: sum(rows.counts) for rows in self._long}
         if len({tuple(rows.counts) for rows in self._long}) > 1:
             raise DatasetError(
-                f"{self._files[0].filename}: differing numbers of samples of any length: {counts}"
+                f"{self._files[0].filename}: different numbers of ragged or sparse rows: {counts}"
             )
         of_long = {path for rows in self._long for path in (*rows.parts, rows.offsets)}
         rows_of = [p for p in with_rows.keys() - of_long if may_have_samples(self._files[0], p)]
@@ -208,8 +208,8 @@ class Repacking:
         """
         if self._long:
             raise ConfigError(
-                "rows of any length (sparse or ragged) of several files are no virtual dataset;"
-                f" have them joined by a saved index, whose name ends in {INDEX_SUFFIX}"
+                "sparse and ragged rows of several files cannot form a virtual dataset; join the"
+                f" files with a saved index: an output whose name ends in {INDEX_SUFFIX}"
             )
         found = copy(self)
         more = {path: self.copying(path) for path in paths if self.datasets[path].rank}
@@ -251,19 +251,18 @@ class Repacking:
                 if path in chosen:
                     raise DatasetError(
                         f'{self._files[0].filename}: dataset "{path}" has {one.shape[axis]:,}'
-                        f' samples, and "{largest}" has {counts[0]:,}; name datasets with as many'
+                        f' samples, but "{largest}" has {counts[0]:,}; name datasets with the same'
+                        " number of samples"
                     )
                 continue
             source = self._source(path, axis)
             if source.counts != counts:
                 raise DatasetError(
-                    f'dataset "{path}" and "{largest}" have differing numbers of samples in some'
+                    f'datasets "{path}" and "{largest}" have different numbers of samples in some'
                     f" files: {source.counts} and {counts}"
                 )
             if not self._is_one and has_references(source.kind):
-                raise DatasetError(
-                    f"{source.where}: references cannot be joined with those of others"
-                )
+                raise DatasetError(f"{source.where}: references cannot be joined across files")
             found[path] = source
         return found
 

@@ -139,8 +139,8 @@ class Rewrite:
         lossy = [entry for entry in filters_of(self.source.first.plist) if is_lossy(entry)]
         if lossy and not all(run.is_copied for run in self.runs()):
             raise DatasetError(
-                f"{self.source.where}: its filter {lossy[0].label} does not keep values exactly,"
-                " and would change them again in other chunks; choose another one:"
+                f"{self.source.where}: its filter {lossy[0].label} is lossy, and would change"
+                " values again when they are cut into other chunks; choose another filter:"
                 f" {named('filter', 'lzf')}"
             )
 

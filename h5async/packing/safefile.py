@@ -158,8 +158,8 @@ class SafeFile(AbstractContextManager["SafeFile"]):
     def _go_on(self, raw: PartialFile, journal: Journal) -> None:
         if journal.digest != self._digest:
             raise ConfigError(
-                f"{self._partial} was begun with other sources or options; give the same ones"
-                + ("" if self._in_place else f", or begin anew by {named('overwrite', True)}")
+                f"{self._partial} was started with other sources or options; give the same ones"
+                + ("" if self._in_place else f", or start over with {named('overwrite', True)}")
             )
         self._take(raw, journal)
         self.state = journal.state
@@ -175,8 +175,8 @@ class SafeFile(AbstractContextManager["SafeFile"]):
         if fingerprint(raw) != journal.fingerprint:
             remedy = "it" if self._in_place and journal.state is None else "both"
             raise DamagedError(
-                f"{self._journal} does not belong to {self._partial}, or others changed that;"
-                f" delete {remedy}, and begin anew",
+                f"{self._journal} does not belong to {self._partial}, or that file has changed;"
+                f" delete {remedy}, and start over",
                 filename=str(self._journal),
             )
 
@@ -292,7 +292,7 @@ class SafeFile(AbstractContextManager["SafeFile"]):
             raise
         except OSError as error:
             reason = error.strerror or str(error)
-            left = f"; what is committed stays: go on by {named('resume', True)}"
+            left = f"; committed data is kept: continue with {named('resume', True)}"
             raise WriteError(
                 f"cannot write {self._partial}: {reason}{left if self.state is not None else ''}",
                 filename=str(self._partial),
@@ -307,7 +307,7 @@ def partial_of(path: Path) -> Path:
 def exists(path: Path) -> ConfigError:
     """Return the error for a file that exists and may not be replaced."""
     return ConfigError(
-        f"{path} exists; write another file, or replace it by {named('overwrite', True)}"
+        f"{path} exists; write another file, or replace it with {named('overwrite', True)}"
     )
 
 
@@ -322,8 +322,8 @@ def require_new(paths: Iterable[Path]) -> None:
 
 def _unfinished(partial: Path, *, may_begin_anew: bool = True) -> ConfigError:
     return ConfigError(
-        f"{partial} was not finished; go on by {named('resume', True)}"
-        + (f", or begin anew by {named('overwrite', True)}" if may_begin_anew else "")
+        f"{partial} was not finished; continue with {named('resume', True)}"
+        + (f", or start over with {named('overwrite', True)}" if may_begin_anew else "")
     )
 
 

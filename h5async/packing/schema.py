@@ -191,7 +191,7 @@ def column_of(name: str, values: Values, length: int | None = None) -> Column:
         raise DatasetError(f'column "{name}" has dtype {values.dtype}; {_NO_NUMBERS}')
     if 0 in values.shape[1:]:
         raise DatasetError(
-            f'column "{name}" has samples of shape {values.shape[1:]}, without values; leave it out'
+            f'column "{name}" has samples of shape {values.shape[1:]} without values; leave it out'
         )
     return Column(name, "array", values.dtype.newbyteorder("="), values.shape[1:])
 
@@ -257,7 +257,7 @@ def _texts(column: Column, values: Values, first: int) -> Values:
     try:
         found = list(map(name_bytes, values))
     except UnicodeEncodeError as error:
-        raise DatasetError(f"{where}: a string is no UTF-8 ({error}); store it as bytes") from error
+        raise DatasetError(f"{where}: a string is not UTF-8 ({error}); use bytes") from error
     if column.form == "text":
         return found
     longest = max(found, key=len, default=b"")
@@ -302,8 +302,8 @@ def require_names(names: Collection[str]) -> None:
         is_name = isinstance(name, str) and path and "\0" not in name and not {".", ".."} & {*path}
         if not is_name or path in groups or paths.count(path) > 1:
             raise DatasetError(
-                f"a column cannot have the name {name!r}: names are not empty, nor '.', and none"
-                " begins another one, as a does a/b; rename it"
+                f"a column cannot have the name {name!r}: names must not be empty, '.' or '..', nor"
+                " a group of another column, as a is of a/b; rename it"
             )
 
 
@@ -319,9 +319,9 @@ def _unlike(column: Column, values: Values, first: int) -> DatasetError:
     plain = "strings" if column.is_text else f"{column.dtype}{list(column.shape)}"
     expected = forms.get(column.form, plain)
     return DatasetError(
-        f'sample {first:,}: column "{column.name}" has {found}, and {expected} before; all samples'
-        " must be alike: convert them, or, if they are one-dimensional and of any length, say"
-        f" {named('varying', [column.name])}"
+        f'sample {first:,}: column "{column.name}" has {found}, but {expected} before; all samples'
+        " must have the same form: convert them, or, if they are one-dimensional and vary in"
+        f" length, give {named('varying', [column.name])}"
     )
 
 

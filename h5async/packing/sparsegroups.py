@@ -135,18 +135,18 @@ class SparseRows(ElementRows):
         for file, group in zip(files, groups, strict=True):
             if not isinstance(group, h5py.Group):
                 raise DatasetError(
-                    f'{file.filename}: "{path}" is no sparse matrix, as that of'
-                    f" {files[0].filename} is; make them alike"
+                    f'{file.filename}: "{path}" is not a sparse matrix, unlike that of'
+                    f" {files[0].filename}; store both the same way"
                 )
         shapes = [tuple(map(int, group.attrs["shape"])) for group in groups]
         where = f'{files[0].filename}: "{path}"'
         if any(name_text(group.attrs["encoding-type"]) != "csr_matrix" for group in groups):
             raise DatasetError(
-                f"{where} is not of compressed rows (CSR), so no rows can be selected or joined;"
+                f"{where} is not in compressed rows (CSR), so no rows can be selected or joined;"
                 " convert it (in Python: X.tocsr())"
             )
         if maps is None and len({columns for _, columns in shapes}) > 1:
-            raise DatasetError(f"{where} has differing numbers of columns in the files: {shapes}")
+            raise DatasetError(f"{where} has different numbers of columns in the files: {shapes}")
         super().__init__(files, (f"{path}/data", f"{path}/indices"), f"{path}/indptr")
         if self.counts != [rows for rows, _ in shapes]:
             raise DatasetError(f"{where}: indptr does not fit the shape {shapes}")
@@ -201,8 +201,8 @@ def sparse_paths(file: HDF5File, datasets: Mapping[str, h5d.DatasetID]) -> list[
     for path in parents:
         if "h5sparse_format" in file[name_bytes(path)].attrs:
             raise DatasetError(
-                f'{file.filename}: "{path}" was written by AnnData before 0.7: its rows cannot be'
-                " selected or joined: read the file by AnnData, and write it again"
+                f'{file.filename}: "{path}" was written by AnnData before 0.7, so its rows cannot'
+                " be selected or joined; read the file with AnnData, and write it again"
             )
     return [path for path in parents if "encoding-type" in file[name_bytes(path)].attrs]
 
@@ -229,8 +229,8 @@ def refuse_old_anndata(file: HDF5File) -> None:
     tables = [file.get(name) for name in ("obs", "var")]
     if not is_anndata(file) and all(one is not None and "_index" in one.attrs for one in tables):
         raise DatasetError(
-            f"{file.filename} was written by AnnData before 0.8, whose samples cannot be selected"
-            " or joined: read the file by AnnData, and write it again"
+            f"{file.filename} was written by AnnData before 0.8, so its samples cannot be selected"
+            " or joined; read the file with AnnData, and write it again"
         )
 
 
@@ -257,9 +257,9 @@ def refuse_offsets(
         if kind:
             values, suffix = of_rows.get(last, "PATH"), "" if kind == "offsets" else f":{kind}"
             raise DatasetError(
-                f'{file.filename}: "{path}" says where samples of any length begin: if their values'
-                f' are in "{values}", say {named("offsets", {values: path + suffix})}; else leave'
-                f" it out by {named('fields')} and {named('only_fields', True)}"
+                f'{file.filename}: "{path}" seems to delimit samples of any length; if their values'
+                f' are in "{values}", give {named("offsets", {values: path + suffix})}; else leave'
+                f" it out with {named('fields')} and {named('only_fields', True)}"
             )
 
 

@@ -92,7 +92,7 @@ def _index_of(files: Sequence[HDF5File], table: str) -> str:
     """Return the path of a table's row names."""
     found = {f"{table}/{name_text(file[table].attrs['_index'])}" for file in files}
     if len(found) > 1:
-        raise DatasetError(f'"{table}" has its names in differing columns: {sorted(found)}')
+        raise DatasetError(f'"{table}" has its names in different columns: {sorted(found)}')
     return found.pop()
 
 
@@ -112,9 +112,9 @@ def _unite_categories(found: United, files: Sequence[HDF5File], group: str) -> N
         return
     where = f'{files[0].filename}: the categories of "{group}"'
     if any(file[group].attrs.get("ordered", False) for file in files):
-        raise DatasetError(f"{where} are ordered, and others in other files: make them the same")
+        raise DatasetError(f"{where} are ordered, but differ in other files; make them the same")
     if len({one.dtype for one in values}) > 1:
-        raise DatasetError(f"{where} have another datatype in other files: make them the same")
+        raise DatasetError(f"{where} have another datatype in other files; make them the same")
     names, maps = _appended([one.tolist() for one in values])
     found.values[f"{group}/categories"] = np.array(names, values[0].dtype)
     found.maps[f"{group}/codes"] = maps
@@ -132,8 +132,8 @@ def _unite_classes(found: United, files: Sequence[HDF5File], path: str) -> None:
         return
     if files[0][path].dtype.kind not in "iu" or not all(names):
         raise DatasetError(
-            f'{files[0].filename}: the classes of "{path}" are not those in other files: make the'
-            ' attributes "classes" the same'
+            f'{files[0].filename}: the classes of "{path}" differ from those in other files; make'
+            ' the attributes "classes" the same'
         )
     every, maps = _appended(names)
     found.attributes[path], found.maps[path] = {"classes": np.array(every, object)}, maps
@@ -166,13 +166,13 @@ class _Table:
         if odd is not None and join is None:
             raise DatasetError(
                 f'{self._files[odd].filename}: "{self._index}" differs from that of'
-                f" {self._files[0].filename}; say which variables are kept, those of all files, or"
-                f" of any: {named('join', 'inner')}, or {named('join', 'outer')}"
+                f" {self._files[0].filename}; choose the variables to keep, those in all files or"
+                f" in any: {named('join', 'inner')} or {named('join', 'outer')}"
             )
         for file, one in zip(self._files, names, strict=True):
             if odd is not None and len(set(one)) < len(one):
                 raise DatasetError(
-                    f'{file.filename}: "{self._index}" has names that repeat: make them unique'
+                    f'{file.filename}: "{self._index}" has duplicate names; make them unique'
                 )
         kept, maps = _appended(names) if odd is not None else (names[0], [np.arange(len(names[0]))])
         if odd is not None and join == "inner":
@@ -195,8 +195,8 @@ class _Table:
                 continue
             if path in self._paths:
                 raise DatasetError(
-                    f'{self._files[0].filename}: "{path}" is dense, and only variables of sparse'
-                    " rows (CSR) can be united: convert it (in Python: csr_matrix(X))"
+                    f'{self._files[0].filename}: "{path}" is dense, but only variables of sparse'
+                    " rows (CSR) can be united; convert it (in Python: csr_matrix(X))"
                 )
             found.maps[f"{path}/indices"], found.columns[path] = maps, count
 
@@ -219,7 +219,7 @@ class _Table:
                 }
             elif column == self._index:
                 raise DatasetError(
-                    f'"{column}" has differing datatypes in the files; write them anew by AnnData'
+                    f'"{column}" has different datatypes in the files; rewrite them with AnnData'
                 )
             else:
                 self._found.left_out[column] = "is not the same in all files"

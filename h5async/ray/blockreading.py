@@ -54,7 +54,7 @@ def columns_of(name: str, values: Any) -> dict[str, pa.Array]:
     except (pa.ArrowException, NotImplementedError, TypeError) as error:
         raise DatasetError(
             f"field {name!r}: Arrow has no type for {values.dtype} ({error}); choose other fields"
-            " (a path may end in one member of a compound), or cast numbers by Field's dtype"
+            " (a path may end in one member of a compound), or cast numbers with Field's dtype"
         ) from error
 
 
@@ -172,9 +172,9 @@ class BlockPlan:
             if fingerprint([layout]) != self.fingerprints[name]:
                 reader.close()
                 raise ReadError(
-                    f'{paths_text(self.config.hdf5_path)}: dataset "{layout.path}" is not what it'
-                    " was when the dataset was made: files changed, or this node has others; make"
-                    " the dataset anew, of files that all nodes can read"
+                    f'{paths_text(self.config.hdf5_path)}: dataset "{layout.path}" has changed'
+                    " since the Ray dataset was created, or this node has other files; create the"
+                    " Ray dataset again, from files that all nodes can read"
                 )
         return reader
 

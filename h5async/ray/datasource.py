@@ -316,7 +316,7 @@ def config_of(paths: Any, options: Mapping[str, Any]) -> ReaderConfig:
     config = ReaderConfig(hdf5_path=paths, **{**options, **own})
     if config.static_fields:
         raise ConfigError(
-            f"{next(iter(config.static_fields))!r} has one value for the whole dataset, and is no"
+            f"{next(iter(config.static_fields))!r} has one value for the whole dataset, so it is no"
             ' column; leave it out, and read it with AsyncReader.static, or set per="file"'
         )
     names = tuple(map(absolute_name, config.files))  # workers may have another current folder

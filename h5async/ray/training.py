@@ -93,8 +93,8 @@ def _position(path: Path) -> Any:
             return json.loads(path.read_text())
         except FileNotFoundError as error:
             raise ConfigError(
-                f"the checkpoint has no {_POSITION}, so nothing says which samples came before;"
-                " call save(folder) of the loader before each checkpoint is reported"
+                f"the checkpoint has no {_POSITION}, so the loader's position is unknown;"
+                " call the loader's save(folder) before you report a checkpoint"
             ) from error
         except json.JSONDecodeError:
             time.sleep(0.1)

@@ -63,7 +63,7 @@ def _cluster(address: str) -> Iterator[Any]:
     try:
         ray.init(None if address == "auto" else address, log_to_driver=False)
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"there is no cluster of Ray at {address}: {error}") from error
+        raise ConfigError(f"there is no Ray cluster at {address}: {error}") from error
     try:
         yield ray
     finally:
@@ -95,7 +95,7 @@ def _on_ray(
             ray.wait([*waiting], num_returns=len(waiting))
         if isinstance(error, ray.exceptions.RayTaskError):
             raise error.cause from error
-        raise H5AsyncError(f"Ray has given up a job: {error}") from error
+        raise H5AsyncError(f"Ray gave up on a job: {error}") from error
 
 
 def _run(shared: list[Any], item: Any) -> Any:

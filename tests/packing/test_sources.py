@@ -214,7 +214,7 @@ def test_strings_that_are_no_utf8_keep_their_bytes(tmp_path):
 
 @pytest.mark.parametrize(
     ("sources", "message"),
-    [({"x": np.zeros((3, 0))}, "without values"), ({"x": [[1], [1, 2]]}, "is no array")],
+    [({"x": np.zeros((3, 0))}, "without values"), ({"x": [[1], [1, 2]]}, "is not an array")],
 )
 def test_arrays_that_cannot_be_packed(tmp_path, sources, message):
     with pytest.raises(DatasetError, match=message):
@@ -381,7 +381,7 @@ def test_values_for_nulls_within_lists_and_those_that_do_not_fit(tmp_path):
     importlib.import_module("pyarrow.parquet").write_table(table, path)
     with opened(path, tmp_path, fill={"a": -1, "b": 0}) as file:
         assert values(file["a"]) == [[1, -1], [3]]
-    with pytest.raises(DatasetError, match='cannot stand for nulls of "b"'):
+    with pytest.raises(DatasetError, match='cannot replace nulls of "b"'):
         opened(path, tmp_path, fill={"a": -1, "b": "none"})
 
 

@@ -47,7 +47,7 @@ class Files:
         """Raise ReadError if a file has changed."""
         for path, stamp in zip(self.paths, self._stamps, strict=True):
             if _stamp(path) != stamp:
-                raise ReadError(f"{path} was changed while it was packed; pack it again")
+                raise ReadError(f"{path} was changed while it was being packed; pack it again")
 
 
 class Source(ABC):

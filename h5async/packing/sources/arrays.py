@@ -47,7 +47,7 @@ class ArraySource(ListedSource):
         if not lengths or len(set(lengths.values())) > 1:
             found = ", ".join(f"{one} has {count:,}" for one, count in lengths.items())
             raise DatasetError(
-                f"{self.name}: arrays that are packed together need as many rows, a sample each:"
+                f"{self.name}: arrays packed together need the same number of rows, one per sample:"
                 f' {found or "there are no arrays"}; choose some: h5async.pack({{"data": array,'
                 ' "labels": another}, out)'
             )
@@ -103,8 +103,8 @@ class _ZippedRows:
         self.nbytes = math.prod(self.shape) * self.dtype.itemsize
         if self._is_fortran or self.dtype.names:
             raise ValueError(
-                f"{name} has more bytes than memory allows, and its rows are not in order; extract"
-                " the file, and pack the .npy files"
+                f"{name} is larger than memory allows, and its rows cannot be read in order;"
+                " extract the file, and pack the .npy files"
             )
 
     def _open(self) -> None:
@@ -142,7 +142,7 @@ def array_files(paths: Sequence[Path], memory: int) -> ArraySource:
     for path in paths:
         with _reading(path):
             if path.suffix.lower() == ".npz" and not zipfile.is_zipfile(path):
-                raise ValueError("it is no whole .npz file")
+                raise ValueError("it is not a complete .npz file")
             found: Any = np.load(path, mmap_mode="r", allow_pickle=False)
             if isinstance(found, np.ndarray):
                 found = {"data" if len(paths) == 1 else path.stem: _FileRows(path, found)}
@@ -165,13 +165,13 @@ def _members(arrays: Mapping[str, Any]) -> dict[str, Any]:
             array = given if is_array else np.asarray(given)
         except ValueError as error:
             raise DatasetError(
-                f"{name} is no array ({error}); lists of any length are packed from an iterable of"
-                " samples, mappings of names to values"
+                f"{name} is not an array ({error}); to pack lists of any length, give an iterable"
+                " of samples, as mappings of names to values"
             ) from error
         if not isinstance(array.dtype, np.dtype):  # PyTorch's
             array = np.asarray(array)
         if not array.shape:
-            raise DatasetError(f"{name} is a single value, and samples are rows of an array")
+            raise DatasetError(f"{name} is a single value, but samples are rows of an array")
         for member in array.dtype.names or ():
             found[member if len(arrays) == 1 else f"{name}/{member}"] = array[member]
         if array.dtype.names is None:
@@ -223,7 +223,7 @@ def columns_of(rows: list[Any], first: int, varying: Collection[str]) -> Block:
         if row.keys() != flat[0].keys():
             odd = sorted(row.keys() ^ flat[0].keys())
             raise DatasetError(
-                f'sample {first + number:,}: only it, or only those before it, have "{odd[0]}"; all'
+                f'sample {first + number:,}: either it or the samples before lack "{odd[0]}"; all'
                 " samples must have the same keys"
             )
     columns = {
@@ -257,7 +257,7 @@ def _joined(several: list[Any], name: str, first: int, *, is_varying: bool) -> V
     for number, one in enumerate(arrays):
         if not fits(one.dtype, found.dtype, one):
             raise DatasetError(
-                f'sample {first + number:,}: "{name}" is {one.dtype}; together with those beside it'
-                f" it would be {found.dtype}, which does not have its value: convert them"
+                f'sample {first + number:,}: "{name}" is {one.dtype}; combined with other samples'
+                f" it would be {found.dtype}, which cannot hold its value; convert them"
             )
     return found

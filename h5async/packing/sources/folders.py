@@ -68,7 +68,7 @@ class FolderSource(ListedSource):
         for names, totals in ((folders, counts.sum(1)), (classes, counts.sum(0))):
             empty = [name for name, total in zip(names, totals, strict=False) if not total]
             if empty:
-                what = "would be a class, and has" if classes else "has"
+                what = "would be a class, but has" if classes else "has"
                 raise DatasetError(
                     f'{self.name}: the folder "{empty[0]}" {what} no file that ends in'
                     f" {', '.join(suffixes)}; remove it, or give another folder"
@@ -168,7 +168,7 @@ def _read(path: str, nbytes: int, changed: int, view: NDArray[np.uint8]) -> None
         is_same = (stat.st_size, stat.st_mtime_ns) == (nbytes, changed)
         if is_same and file.readinto(view.data) == nbytes:
             return
-    raise ReadError(f"{path} was changed while it was packed; pack it again")
+    raise ReadError(f"{path} was changed while it was being packed; pack it again")
 
 
 # --- samples in tars ------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ class TarSource(ListedSource):
                 files[name] = os.pread(opened[tar].fileno(), size, offset)
                 at += 2
                 if len(files[name]) < size:
-                    raise ReadError(f"{path} was changed while it was packed; pack it again")
+                    raise ReadError(f"{path} was changed while it was being packed; pack it again")
         return _Sample(tar, self._keys[number], self._odd.get(number, files))
 
 
@@ -319,7 +319,7 @@ def _members(path: Path, *, reads: bool) -> Iterator[tuple[str, str, Any]]:
                     pass  # read to the end, where the checksums of the compressed data are
         except (tarfile.TarError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
             where = f"at byte {tar.offset:,}, " if tar is not None else ""
-            raise ReadError(f"cannot read {path}: {where}{error}; make the tar anew") from error
+            raise ReadError(f"cannot read {path}: {where}{error}; create it again") from error
 
 
 def _compression_of(path: Path) -> str | None:

@@ -131,7 +131,7 @@ def _csv_batches(path: Path, skipped: int) -> Iterator[Any]:
             if _is_binary(kind):
                 raise ReadError(
                     f'cannot read {path}: its column "{name}" is not encoded as UTF-8;'
-                    " convert the file, by iconv -f latin1 -t utf-8 if it is Latin-1"
+                    " convert the file, with iconv -f latin1 -t utf-8 if it is Latin-1"
                 )
         yield from _without(reader, skipped)
 
@@ -211,7 +211,7 @@ def _filled(array: Any, name: str, fill: Fill, where: str) -> Any:
         return array.fill_null(fill[name])
     except (_arrow().ArrowException, OverflowError) as error:
         raise DatasetError(
-            f'{where}: {named("fill", {name: fill[name]})} cannot stand for nulls of "{name}",'
+            f'{where}: {named("fill", {name: fill[name]})} cannot replace nulls of "{name}",'
             f" {array.type}: {error}"
         ) from error
 
@@ -269,7 +269,7 @@ def _require_values(array: Any, name: str, where: str) -> None:
     if array.null_count:
         raise DatasetError(
             f'{where}: column "{name}", {array.type}, has {array.null_count:,} nulls, which HDF5'
-            f" cannot store; say what stands for them: {named('fill', {name: 0})}"
+            f" cannot store; give a value to replace them: {named('fill', {name: 0})}"
         )
 
 
@@ -295,8 +295,8 @@ class EpisodeSource(TableSource):
         videos = sum(1 for _ in (folder / "videos").rglob("*.mp4"))
         if videos:
             self.notes = [
-                f"not packed: {videos:,} video{'s' * (videos > 1)} in {folder / 'videos'}; decode"
-                " them, if frames are needed, and pack samples with their images from Python"
+                f"not packed: {videos:,} video{'s' * (videos > 1)} in {folder / 'videos'}; if you"
+                " need the frames, decode them, and pack samples with these images from Python"
             ]
         tasks = folder / "meta" / "tasks.jsonl"
         if tasks.is_file():
