@@ -68,7 +68,7 @@ def test_some_cells_of_several_files(tmp_path):
 
 def test_cells_in_shards_are_joined_by_an_index(tmp_path):
     old = annotated(tmp_path / "old.h5ad", 50, 0)
-    with pytest.raises(ConfigError, match="no virtual dataset"):
+    with pytest.raises(ConfigError, match="cannot form a virtual dataset"):
         h5async.repack(tmp_path / "old.h5ad", tmp_path / "new.h5ad", shards=2000)
     found = h5async.repack(tmp_path / "old.h5ad", tmp_path / "new.h5idx", shards=2000, verify=True)
     assert len(found.paths) > 3

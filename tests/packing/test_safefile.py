@@ -190,7 +190,7 @@ def test_two_writers(tmp_path):
 def test_other_sources(tmp_path, monkeypatch):
     path = tmp_path / "out.h5"
     interrupt(monkeypatch, path)
-    with pytest.raises(ConfigError, match="begun with other sources or options"):
+    with pytest.raises(ConfigError, match="started with other sources or options"):
         SafeFile(path, digest="columns", resume=True)
     write(path, overwrite=True)
     assert_whole(path)

@@ -73,7 +73,7 @@ def test_npz_larger_than_memory(tmp_path, save, monkeypatch):
     with pytest.raises(ConfigError, match="h5async repack --shuffle"):
         opened(tmp_path / "in.npz", tmp_path, shuffle=True, **options)
     save(tmp_path / "f.npz", np.asfortranarray(ARRAYS["wide"]))
-    with pytest.raises(ReadError, match=r"f\.npz: arr_0\.npy has .* extract the file"):
+    with pytest.raises(ReadError, match=r"f\.npz: arr_0\.npy is .* extract the file"):
         opened(tmp_path / "f.npz", tmp_path, **options)
     content = bytearray((tmp_path / "in.npz").read_bytes())
     content[len(content) // 2] ^= 1
@@ -162,7 +162,7 @@ def test_images_among_samples_are_resized_and_bad_ones_left_out(tmp_path):
 ODD = {
     "a shape": ({"x": np.zeros(3)}, {"x": np.zeros((3, 3))}, "has float64.3, 3., and float64.3."),
     "a type": ({"x": 1}, {"x": 1.5}, "has float64"),
-    "a key": ({"x": 1}, {"x": 1, "y": 2}, 'have "y"'),
+    "a key": ({"x": 1}, {"x": 1, "y": 2}, 'lack "y"'),
     "none": ({"x": 1}, {"x": None}, '"x" is None'),
     "text": ({"x": "a"}, {"x": "a\0b"}, "NUL"),
     "no mapping": ({"x": 1}, [1], "is a list"),
