@@ -160,7 +160,7 @@ def test_images_among_samples_are_resized_and_bad_ones_left_out(tmp_path):
 
 
 ODD = {
-    "a shape": ({"x": np.zeros(3)}, {"x": np.zeros((3, 3))}, "has float64.3, 3., and float64.3."),
+    "a shape": ({"x": np.zeros(3)}, {"x": np.zeros((3, 3))}, "has float64.3, 3., but float64.3."),
     "a type": ({"x": 1}, {"x": 1.5}, "has float64"),
     "a key": ({"x": 1}, {"x": 1, "y": 2}, 'lack "y"'),
     "none": ({"x": 1}, {"x": None}, '"x" is None'),
