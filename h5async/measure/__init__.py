@@ -1,1 +1,1 @@
-"""Measures the values of a dataset: reads all of it once, and reduces it to a few numbers."""
+"""Computes statistics of a dataset's values, reading all of it once."""

@@ -1,6 +1,6 @@
 """Reads a dataset once, and returns statistics of its values.
 
-A reader's threads summarize each batch as they have filled it; only sums reach the loop.
+A reader's threads summarize each batch once it is filled; only the sums reach the loop.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from h5async.spelling import named, printable
 from h5async.system.jobs import run_jobs
 
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
-_BATCH_NBYTES = 4 << 20  # fits into caches; more would be no faster
+_BATCH_NBYTES = 4 << 20  # fits into caches; larger batches are no faster
 _MOST_SAMPLES = 1 << 16
 _BATCHES_OF_JOB = 128
-_FEATURE_NBYTES = 56  # in a batch on its way, or in the sums
+_FEATURE_NBYTES = 56  # of `Moments` per feature, for each batch in flight and for the sums
 # All selected samples, once, on the host.
 ONCE: Mapping[str, Any] = {
     "shuffle": False,
@@ -53,39 +53,39 @@ def statistics(
     progress: Callable[[int, int], None] | None = None,
     ray: str | None = None,
 ) -> Statistics:
-    """Read all samples once, and return statistics of the values, as the fields deliver them.
+    """Read all samples once, and return statistics of the values as the fields deliver them.
 
-    All threads work on it, with float64. The reader itself keeps its position. Its order,
-    `weights`, `sampler`, `postprocess` and `normalize` have no effect; `indices` select, and steps
-    count as often as they are delivered.
+    All threads take part, and compute in float64. The position of a given reader does not change.
+    Its order, `weights`, `sampler`, `postprocess` and `normalize` have no effect; `indices` select
+    samples, and steps count as often as they are delivered.
 
-    `count`, `nan`, `fill`, `min` and `max` are exact. `mean` differs from the exact one by less
-    than 1e-12 of the larger of its magnitude and `std`; and so does `std`. The result is the same
-    for any number of threads.
+    `count`, `nan`, `fill`, `min` and `max` are exact. The errors of `mean` and `std` are less than
+    1e-12 times the larger of the mean's magnitude and `std`. The result does not depend on the
+    number of threads.
 
     Parameters
     ----------
     reader
-        A reader, or options as for `AsyncReader`.
+        A reader, or options for `AsyncReader`.
     fields
         The names of the fields to read. None: all.
     per
-        ``"channel"``: statistics of each channel (index along the second delivered axis; of images,
-        of each color; of sparse rows, of each column). ``"feature"``: of each element of a row.
-        None: of all values together.
+        ``"channel"``: one result per channel (index along the second delivered axis; for images,
+        each color; for sparse rows, each column). ``"feature"``: one per element of a row. None:
+        one for all values together.
     quantiles
-        The shares of values below each quantile. Up to 262,144 values per channel are sorted; of
-        more, a uniform sample is, and `FieldStatistics.quantile_error` bounds the error.
+        The fractions of values below each quantile. Up to 262,144 values per channel are sorted;
+        beyond that, a uniform sample, and `FieldStatistics.quantile_error` bounds the error.
     progress
-        Called after each batch with the number of samples read so far, and of all.
+        Called after each batch with the number of samples read so far, and the total.
     ray
-        Read in jobs on this cluster of Ray: its address, or ``"auto"``. The result is the same. See
+        Read in jobs on this Ray cluster: its address, or ``"auto"``. The result is the same. See
         docs/ray.md.
 
     Raises
     ------
     ConfigError
-        If there is no such field, or an option is invalid; and whatever a reader raises.
+        If a field does not exist, or an option is invalid; also whatever a reader raises.
 
     Examples
     --------
@@ -129,23 +129,23 @@ def statistics(
 
 
 class _Measuring:
-    """Summarizes batches by their numbers: here, or in other processes, which open the files again.
+    """Summarizes batches by number: here, or in other processes, which open the files again.
 
-    `summaries` are of fields, by name, once it is opened.
+    `summaries` has one entry per field, by name, after `opened`.
     """
 
     def __init__(self, config: ReaderConfig, per: Per, quantiles: Sequence[float]) -> None:
         self._config, self._per, self._quantiles = config, per, quantiles
         self.summaries: dict[str, FieldSummary] = {}
         self._reader: AsyncReader | None = None
-        self._begin: dict[str, Any] = {}  # the position at which the first batch begins
+        self._begin: dict[str, Any] = {}  # the reader's state before the first batch
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what other processes need."""
+        """Return the state for other processes, without the open reader."""
         return {**self.__dict__, "summaries": {}, "_reader": None}
 
     def opened(self) -> AsyncReader:
-        """Return the reader, whose batches are summaries; open it first."""
+        """Return the reader, opening it first if needed; its batches are summaries."""
         if self._reader is not None:
             return self._reader
         config = self._config
@@ -178,7 +178,7 @@ class _Measuring:
         return self._reader
 
     def parts(self, numbers: range) -> Iterator[tuple[int, dict[str, Part]]]:
-        """Yield the number of samples in each batch, and their parts by field."""
+        """Yield the number of samples in each batch, and its parts by field."""
         reader = self.opened()
         position = numbers.start * self._begin["batch_size"]
         reader.load_state_dict({**self._begin, "position": position})
@@ -186,7 +186,7 @@ class _Measuring:
             yield batch.index.size, {name: batch[name][0] for name in self.summaries}
 
     def __call__(self, numbers: range) -> list[tuple[int, dict[str, Part]]]:
-        """Return what `parts` yields."""
+        """Return the results of `parts` as a list."""
         return list(self.parts(numbers))
 
 
@@ -204,14 +204,14 @@ class _Summarize:
 
 
 def _check_features(transforms: Mapping[str, RowTransform], most: int) -> None:
-    """Raise `BudgetError` if rows have more elements than `most`, for which there is memory."""
+    """Raise `BudgetError` if rows have more elements than `most`, which fit in memory."""
     for name, transform in transforms.items():
         count = math.prod(transform.of_one_row.row)
         if count > most:
             raise BudgetError(
-                f"field {name!r} has {count:,} features, and there is memory for statistics of"
-                f' {most:,}: choose per="channel" or None, name a region or fewer fields, or set'
-                f" {named('max_batch_bytes')} to let it take more"
+                f"field {name!r} has {count:,} features, but there is only memory for statistics of"
+                f' {most:,}: choose per="channel" or None, a region or fewer fields, or set'
+                f" {named('max_batch_bytes')} to allow more"
             )
 
 
@@ -224,7 +224,7 @@ def _chosen(config: ReaderConfig, names: Sequence[str] | None) -> dict[str, Fiel
 
 
 def _as_read(field: Field) -> Field:
-    """Return a field without normalization, and without the zeros that fill up rows."""
+    """Return a field without normalization, and without zeros that pad or densify rows."""
     changed: dict[str, Any] = {"normalize": None, "pad_to": None}
     if field.offset is None:
         changed["dense"] = False

@@ -1,11 +1,11 @@
 """Summarizes the values of fields: batches enter, `FieldStatistics` leave.
 
-`FieldSummary.part` reduces the values of one batch, in any thread; `FieldSummary.add` adds parts
-up, in the order of the batches, so that results do not depend on threads.
+`FieldSummary.part` reduces the values of one batch, in any thread; `FieldSummary.add` accumulates
+parts in the order of the batches, so that results do not depend on threads.
 
-`Moments` are count, mean, spread and range of groups of values; those of blocks add up to those of
-all. Blocks are measured in two passes, so that no digits cancel, by the compiled core without the
-GIL; they add up as in Chan, Golub, LeVeque, "Algorithms for Computing the Sample Variance" (1983).
+`Moments` are the count, mean, spread and range of groups of values. The compiled core computes
+those of a block without the GIL, in two passes, to avoid cancellation; blocks are combined as in
+Chan, Golub, LeVeque, "Algorithms for Computing the Sample Variance" (1983).
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from h5async.samples.sparse import Csr
 
 _MOST_CLASSES = 1 << 16
 _MOST_SORTED_GROUPS = 1 << 10
-_KEPT_VALUES = 1 << 22  # of a field, for quantiles: more would take longer than reading
+_KEPT_VALUES = 1 << 22  # per field, for quantiles: sorting more would take longer than reading
 _KEPT_OF_GROUP = 1 << 18
-_UNLIKELY = 0.01  # that a quantile is farther off than stated
-_DECODED_PER_BYTE = 10  # values, of an encoded image or recording, about
+_UNLIKELY = 0.01  # the probability that a quantile is farther off than stated
+_DECODED_PER_BYTE = 10  # approximate values per byte of an encoded image or recording
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
@@ -43,10 +43,10 @@ Counts = NDArray[np.int64]
 
 @dataclass(slots=True, eq=False)
 class Moments:
-    """Numbers of `groups` of values, each an array (groups,).
+    """Moments of several groups of values; each attribute is an array (groups,).
 
-    `count` excludes NaN, of which there are `nan`; `fill` are those equal to a fill value.
-    `squares` is the sum of squared differences from `mean`.
+    `count` excludes NaNs; `nan` is their number, and `fill` the number of values equal to a fill
+    value. `squares` is the sum of squared differences from `mean`.
     """
 
     count: Counts
@@ -67,7 +67,7 @@ class Moments:
         )
 
     def add(self, other: Moments) -> None:
-        """Add other values of the same groups."""
+        """Add the moments of other values in the same groups."""
         total = self.count + other.count
         share = other.count / np.maximum(total, 1)
         gap = other.mean - self.mean
@@ -86,9 +86,9 @@ class Moments:
 
 
 def moments_of(values: NDArray[Any], fill: Any = None) -> Moments:
-    """Return the moments of numbers (outer, groups, inner), of the groups in the middle.
+    """Return the moments of numbers (outer, groups, inner), one per group.
 
-    `fill` is the value to count in `Moments.fill`; None: nothing is.
+    `fill` is the value to count in `Moments.fill`; None: count none.
     """
     core = load_core()
     if core is not None:
@@ -125,7 +125,7 @@ def _by_numpy(values: NDArray[Any], fill: Any) -> Moments:
 
 
 def moments_of_rows(rows: Csr, *, by_column: bool) -> Moments:
-    """Return the moments of sparse rows, zeros included: of each column, or of all values."""
+    """Return the moments of sparse rows, zeros included, per column or of all values."""
     width = rows.shape[1] if by_column else 1
     total = rows.shape[0] * rows.shape[1] // max(1, width)
     if not by_column:
@@ -158,9 +158,9 @@ def _of_columns(values: Floats, columns: NDArray[Any], width: int) -> Moments:
 
 @dataclass(slots=True)
 class Part:
-    """What the values of one batch say: their moments, some values, their classes and lengths.
+    """The summary of one batch: moments, some values, class frequencies and lengths.
 
-    `row` is the shape of a row, if rows are numbers.
+    `row` is the shape of a row of numbers.
     """
 
     dtype: str = ""
@@ -172,7 +172,7 @@ class Part:
 
 
 class FieldSummary:
-    """Summarizes one field of `samples` samples, which is of `kind` and stored as `layout` says.
+    """Summarizes `samples` samples of one field of the given kind and layout.
 
     `transform` is that of its first column.
     """
@@ -209,10 +209,10 @@ class FieldSummary:
         self._kept: list[NDArray[Any]] = []
         self._has_too_many_classes = False
 
-    # --- of a batch -------------------------------------------------------------------------------
+    # --- one batch --------------------------------------------------------------------------------
 
     def part(self, values: Any, rng: np.random.Generator) -> Part:
-        """Reduce the values of a batch; may be called by many threads."""
+        """Reduce the values of a batch. Thread-safe."""
         part = Part(str(values.dtype))
         if self._is_text or self._kind.categories is not None or values.dtype.kind in "SU":
             part.classes = self._classes(values)
@@ -261,7 +261,7 @@ class FieldSummary:
         outer, groups, inner = grouped.shape
         rate = self._rate(groups)
         if rate >= 1:
-            return np.array(grouped.swapaxes(1, 2)).reshape(-1, groups)  # slots are used again
+            return np.array(grouped.swapaxes(1, 2)).reshape(-1, groups)  # copy: slots are reused
         number = rng.binomial(outer * inner, rate) if outer * inner else 0
         at = rng.integers(max(1, outer * inner), size=number)
         return grouped[at // max(1, inner), :, at % max(1, inner)]
@@ -280,10 +280,10 @@ class FieldSummary:
         found, counts = np.unique(values, return_counts=True)
         return Counter(dict(zip(found.tolist(), counts.tolist(), strict=True)))
 
-    # --- of all batches ---------------------------------------------------------------------------
+    # --- all batches ------------------------------------------------------------------------------
 
     def add(self, part: Part) -> None:
-        """Add the part of the next batch."""
+        """Add the summary of the next batch."""
         total = self._total
         total.dtype, total.row = part.dtype, part.row
         if part.kept is not None:
@@ -345,7 +345,7 @@ class FieldSummary:
 
 
 def _dimension(kind: FieldKind, layout: DatasetLayout, of_row: RowTransform) -> int | None:
-    """Return the number of the dataset's dimension that counts channels; None if unknown."""
+    """Return the index of the dataset's channel dimension; None if unknown."""
     if kind.is_encoded:
         return 3
     if kind.is_ragged or isinstance(kind.field.num_dim, tuple) or not of_row.row:

@@ -1,1 +1,1 @@
-"""Writes HDF5 files for training: into HDF5, and into the right HDF5."""
+"""Writes HDF5 files for training: packs other formats, and repacks HDF5 with better chunks."""

@@ -1,9 +1,9 @@
-"""Decides which chunks would serve a dataset better: layouts to try enter, and the best one leaves.
+"""Finds better chunks for a dataset: layouts to try enter; the best one leaves.
 
-A sample of the rows is written anew in each layout, and read. What is read there stands for the
-whole dataset: in order and in a window, each chunk is decoded once in both. Shuffled fully, a batch
-of the whole dataset needs more chunks than the sample may have; `scattered` draws batches that need
-as many a row.
+A sample of the rows is rewritten in each layout, and read; its speed stands for that of the whole
+dataset. In order and in a window, each chunk is decoded once in either. With a full shuffle, a
+batch of the whole dataset may need more chunks than the sample has; `scattered` draws batches of
+the sample that need as many chunks per row.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from h5async.packing.safefile import SafeFile
 DATASET = "data"  # in files of samples
 SAMPLE_NBYTES = 96 << 20  # more than a reader keeps decoded, whatever the order
 _PLACES = 8
-_LEAST_CHUNKS, _MOST_NBYTES = 16, 512 << 20  # of the layout as it is
+_LEAST_CHUNKS, _MOST_NBYTES = 16, 512 << 20  # of a sample in the current layout
 _TARGETS = tuple(1 << k for k in (14, 16, 18, 20))  # bytes of a chunk
-_AS_SCATTERED = 0.97  # a sample that needs this many of the chunks is read as it is
-_AS_FAST, _AS_GOOD = 0.95, 1.05  # shares of speed, within which smaller is better
+_AS_SCATTERED = 0.97  # if a batch of the sample needs this share of chunks, do not scatter
+_AS_FAST, _AS_GOOD = 0.95, 1.05  # speed that counts as the fastest; size as the smallest
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Samples in a chunk (0: not chunked), and filters as they are spelled."""
+    """Samples per chunk (0: not chunked), and filters as spelled in options."""
 
     rows: int
     filter: str
@@ -45,10 +45,10 @@ class Layout:
 
 @dataclass
 class Finding:
-    """What a layout costs and gives.
+    """The size and speed of a layout.
 
     `stored_nbytes` is that of the whole dataset. `speeds` are samples per second by order, each
-    measured several times; `cold` the same of a file that is not in memory.
+    measured several times; `cold` is the same for a file that is not in memory.
     """
 
     layout: Layout
@@ -57,17 +57,17 @@ class Finding:
     cold: dict[str, float] = field(default_factory=dict)
 
     def warm(self, order: str) -> float:
-        """Return the fastest speed: whatever else the machine did meanwhile only slows."""
+        """Return the fastest measurement, the one least disturbed by other load."""
         return max(self.speeds[order])
 
     def speed(self, order: str, memory_nbytes: float) -> float:
-        """Return the speed to expect where so many bytes of a file stay in memory."""
+        """Return the speed to expect if up to `memory_nbytes` of a file stay in memory."""
         warm = self.warm(order)
         return warm if self.stored_nbytes <= memory_nbytes else min(warm, self.cold[order])
 
 
 def layouts_to_try(found: DatasetLayout) -> list[Layout]:
-    """Return the layout of a dataset as it is, and others, of chunks of 16 kB to 1 MB."""
+    """Return a dataset's current layout, and others with chunks of 16 KiB to 1 MiB."""
     row_nbytes, count = max(1, found.row_nbytes), found.num_samples
     rows = {max(1, min(count, -(-target // row_nbytes))) for target in _TARGETS}
     names = ["lzf", "gzip:4"]
@@ -81,7 +81,7 @@ def layouts_to_try(found: DatasetLayout) -> list[Layout]:
 
 
 def current_layout(found: DatasetLayout) -> Layout:
-    """Return the layout of a dataset as it is."""
+    """Return a dataset's current layout."""
     rows = found.chunk_shape[0] if found.chunk_shape else 0
     return Layout(rows, spell_filters(found.filters), is_current=True)
 
@@ -89,7 +89,7 @@ def current_layout(found: DatasetLayout) -> Layout:
 def rows_of_sample(found: DatasetLayout, *, in_chunks: bool) -> NDArray[np.int64]:
     """Return rows from several places of a dataset; all rows if it is small.
 
-    `in_chunks`: of whole chunks, and of some of them.
+    `in_chunks`: return the rows of whole chunks, of `_LEAST_CHUNKS` or more if not too large.
     """
     count, row_nbytes = found.num_samples, max(1, found.row_nbytes)
     unit, nbytes = 1, SAMPLE_NBYTES
@@ -122,13 +122,13 @@ def write_sample(folder: Path, values: NDArray[Any], layout: Layout) -> Path:
 
 
 def stored_nbytes(path: Path) -> int:
-    """Return the bytes of the values of a sample as stored."""
+    """Return the stored bytes of a sample's values."""
     with h5py.File(path) as file:
         return int(file[DATASET].id.get_storage_size())
 
 
 def chunks_of_batch(count: int, rows: int, batch: int) -> float:
-    """Return how many chunks a batch needs, on the average, of `count` rows in random order."""
+    """Return the average number of chunks per batch, with `count` rows in random order."""
     chunks = -(-count // max(1, rows))
     return chunks * -math.expm1(batch * math.log1p(-1 / chunks)) if chunks > 1 else 1.0
 
@@ -136,10 +136,10 @@ def chunks_of_batch(count: int, rows: int, batch: int) -> float:
 def scattered(
     rows: NDArray[np.int64], of_chunk: int, count: int, batch: int
 ) -> list[list[int]] | None:
-    """Return batches of a sample that need as many chunks a row as those of the whole dataset.
+    """Return batches of a sample that need as many chunks per row as those of the whole dataset.
 
-    `rows` are those of the sample, in whole chunks of `of_chunk`; `count` are in the dataset. No
-    chunk serves two batches, one after the other. None: a random order of the sample does the same.
+    `rows` are those of the sample, in whole chunks of `of_chunk` rows; the dataset has `count`. No
+    chunk is in two batches. Returns None if a random order of the sample does as well.
     """
     wanted = chunks_of_batch(count, of_chunk, batch)
     if chunks_of_batch(rows.size, of_chunk, batch) >= _AS_SCATTERED * wanted:
@@ -155,12 +155,12 @@ def scattered(
 
 
 def whole_layout(found: DatasetLayout, layout: Layout, stored_nbytes: float) -> DatasetLayout:
-    """Return what a dataset would be in another layout; its chunks lie side by side."""
+    """Return a dataset's hypothetical form in another layout, with contiguously stored chunks."""
     return found if layout.is_current else _in_chunks(found, layout, stored_nbytes)
 
 
 def joined_layout(first: DatasetLayout, every: DatasetLayout) -> DatasetLayout:
-    """Return the layout of the datasets of several files as one, stored as the first one is."""
+    """Return the datasets of several files as one, stored like the first one."""
     found = replace(first, shape=every.shape, stored_nbytes=every.stored_nbytes)
     return _in_chunks(found, current_layout(first), every.stored_nbytes)
 
@@ -182,9 +182,9 @@ def _in_chunks(found: DatasetLayout, layout: Layout, stored_nbytes: float) -> Da
 
 
 def best_of(findings: Sequence[Finding], order: str, memory_nbytes: float) -> Finding:
-    """Return the fastest layout, or the smallest of those that are about as fast.
+    """Return the smallest of the layouts that are about as fast as the fastest.
 
-    The current one is the best if it is among them and hardly larger.
+    The current layout is preferred if it is among them and hardly larger.
     """
     fastest = max(one.speed(order, memory_nbytes) for one in findings)
     good = [one for one in findings if one.speed(order, memory_nbytes) >= _AS_FAST * fastest]

@@ -1,8 +1,8 @@
-"""Writes blocks of datasets: arrays enter; chunks, encoded by all cores, are in the file.
+"""Writes blocks of datasets: arrays enter; chunks, encoded by all cores, leave for the file.
 
-Threads cut arrays into chunks and encode them; one thread writes them, in the order in which they
-came. What waits is bounded by `memory`: who gives more has to wait. An error is raised at the next
-call.
+Threads cut arrays into chunks and encode them; one thread writes them, in the order given. `memory`
+bounds the bytes waiting to be written: callers block until there is room. An error of a thread is
+raised by the next call.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from h5async.system.resources import usable_cores
 
 T = TypeVar("T")
 Offset = tuple[int, ...]
-Chunk = tuple[Offset, Any, int]  # where it is, its bytes, the mask of filters left out
-_TASK_NBYTES = 1 << 20  # small chunks are encoded so many at a time
+Chunk = tuple[Offset, Any, int]  # its offset, its bytes, its filter mask
+_TASK_NBYTES = 1 << 20  # small chunks are encoded in groups of about this size
 
 
 class ChunkWriter(AbstractContextManager["ChunkWriter"]):
-    """Writes to a file. For one thread, which may call h5py meanwhile.
+    """Writes to a file. For use by one thread, which may call h5py meanwhile.
 
-    As many `threads` encode; None: one for each core. `memory` is how many bytes may wait; a block
-    may be larger, alone.
+    `threads` is the number of encoding threads; None: one per core. `memory` is the maximum number
+    of bytes waiting to be written; a single block may exceed it.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class ChunkWriter(AbstractContextManager["ChunkWriter"]):
         self._safe, self._memory = safe, memory
         self._encoders = ThreadPoolExecutor(threads or usable_cores(), "h5async encoder")
         self._tasks: SimpleQueue[tuple[Callable[[], object], int] | None] = SimpleQueue()
-        self._given = self._done = 0  # bytes, and tasks: the caller counts those, the writer these
+        self._given = self._done = 0  # bytes plus tasks: set by the caller and the writer thread
         self._progress = Gate()
         self._failure: BaseException | None = None
         self._is_stopped = False
@@ -56,42 +56,42 @@ class ChunkWriter(AbstractContextManager["ChunkWriter"]):
         start_threads([self._thread])
 
     def open(self, dataset: h5py.Dataset, raw: np.dtype[Any] | None = None) -> DatasetWriter:
-        """Return what writes to a dataset.
+        """Return a writer to a dataset.
 
-        `raw`, a void dtype, is that of elements given as they are stored, of any datatype.
+        `raw` is the void dtype of elements that are given as stored, whatever their datatype.
         """
         return DatasetWriter(self, dataset, raw)
 
     def call(self, function: Callable[[], object], nbytes: int = 0) -> None:
-        """Have a function called by the thread that writes, after all that was given before.
+        """Have the writing thread call a function, after all work given before.
 
-        `nbytes` is the memory that it holds until then.
+        `nbytes` is the memory that the function holds until then.
         """
         self._wait_until(min(self._given, self._given + nbytes - self._memory))
         self._given += nbytes + 1
         self._tasks.put((function, nbytes + 1))
 
     def encoded(self, encode: Callable[[], list[T]]) -> Callable[[], list[T]]:
-        """Have chunks, or elements, encoded by a thread; return what waits for them."""
+        """Have a thread encode chunks or elements; return a function that waits for the result."""
         return self._encoders.submit(encode).result
 
     def commit(self, state: Mapping[str, Any], *, now: bool = False) -> None:
-        """Commit all that was given before, with a state: `now`, or if it is due."""
+        """Commit all work given before, with a state: if `now`, or if a commit is due."""
         self.call(lambda: self._safe.commit(state) if now or self._safe.is_due else None)
 
     def flush(self) -> None:
-        """Wait until all that was given is written."""
+        """Wait until all work given before is written."""
         self._wait_until(self._given)
 
     def close(self) -> None:
-        """End all threads; what is not written by now will not be. Idempotent."""
+        """Stop all threads; discard anything not yet written. Idempotent."""
         self._is_stopped = True
         self._tasks.put(None)
         self._encoders.shutdown(wait=True, cancel_futures=True)
         join_threads([self._thread], Patience(None))
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Flush it, unless there was an error, and close it."""
+        """Flush, unless an error was raised, and close."""
         try:
             if kind is None:
                 self.flush()
@@ -116,7 +116,7 @@ class ChunkWriter(AbstractContextManager["ChunkWriter"]):
 
 
 class DatasetWriter:
-    """Writes to a dataset, which grows as far as it may. Arrays given belong to it."""
+    """Writes to a dataset, growing it up to its maximum shape. Takes ownership of given arrays."""
 
     def __init__(
         self, writer: ChunkWriter, dataset: h5py.Dataset, raw: np.dtype[Any] | None = None
@@ -131,10 +131,10 @@ class DatasetWriter:
             self._fill = dataset.fillvalue if raw is None else raw_fill(dataset.id, raw)
 
     def write(self, offset: Offset, values: NDArray[Any], nbytes: int | None = None) -> None:
-        """Write values in a block of the dataset that begins at `offset`.
+        """Write values to a block of the dataset that begins at `offset`.
 
-        It begins and ends with chunks, or at the end of the dataset, unless HDF5 encodes them.
-        `nbytes` are those of elements of variable length.
+        The block must consist of whole chunks, except at the end of the dataset, unless HDF5
+        encodes them. `nbytes` is the size of variable-length elements.
         """
         if self._encode is None:
             size = values.nbytes if nbytes is None else nbytes
@@ -152,7 +152,7 @@ class DatasetWriter:
             )
 
     def write_stored(self, chunks: Sequence[Chunk]) -> None:
-        """Write chunks as they are stored: each with its offset and the filters left out, a mask.
+        """Write chunks in their stored form, each with its offset and filter mask.
 
         The dataset does not grow.
         """
@@ -162,7 +162,7 @@ class DatasetWriter:
     def write_elements(
         self, row: int, several: Sequence[Callable[[], Sequence[NDArray[Any]]]], nbytes: int
     ) -> None:
-        """Write elements of variable length, of `nbytes`, from a row on, when they are made."""
+        """Write variable-length elements, `nbytes` in all, from `row` on, once they are made."""
 
         def write() -> None:
             found = [element for made in several for element in made()]
@@ -191,7 +191,7 @@ class DatasetWriter:
         return found
 
     def _blocks(self, values: NDArray[Any]) -> Iterator[tuple[Offset, NDArray[Any]]]:
-        """Yield chunks, each with its place in `values`; what is not there has the fill value."""
+        """Yield whole chunks with their offsets in `values`; pad them with the fill value."""
         assert self._chunks is not None
         grid = map(range, [0] * values.ndim, values.shape, self._chunks)
         for inside in itertools.product(*grid):
@@ -215,7 +215,7 @@ class DatasetWriter:
         if self._is_raw:
             write_raw(self._dataset.id, offset, values)
             return
-        if self._dtype.hasobject:  # which h5py might take for arrays of more dimensions
+        if self._dtype.hasobject:  # h5py might take these for arrays of more dimensions
             space, memory = self._dataset.id.get_space(), h5py.h5s.create_simple(values.shape)
             space.select_hyperslab(offset, values.shape)
             self._dataset.id.write(memory, space, values, h5py.h5t.py_create(self._dtype))

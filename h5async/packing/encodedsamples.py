@@ -1,8 +1,8 @@
-"""Makes what is stored of encoded samples: bytes of files enter; bytes or pixels leave.
+"""Prepares encoded samples for storage: bytes of files enter; bytes or pixels leave.
 
-Bytes are kept if a reader decodes them: JPEG and PNG, or what libsndfile reads. Other images are
-converted by Pillow to RGB, as torchvision's ``ImageFolder`` does, and stored as PNG. All functions
-are called by many threads.
+Bytes are kept if readers can decode them: JPEG, PNG, and audio that libsndfile reads. Pillow
+converts other images to RGB, as torchvision's ``ImageFolder`` does; they are stored as PNG. All
+functions are called by many threads.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from h5async.packing.writeoptions import image_format
 from h5async.plan.crops import center_boxes
 
 Bytes = NDArray[np.uint8]
-_MOST_PIXELS = 178_956_970  # as Pillow's own limit, beyond which it takes an image for an attack
+_MOST_PIXELS = 178_956_970  # Pillow's limit, above which it suspects a decompression bomb
 _IMAGES = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")
-_OF_GREY = (0, 4)  # PNG's colour types of grey, with and without transparency
-_COLOR_TYPE = 25  # position of that byte
+_OF_GREY = (0, 4)  # PNG's grey colour types, without and with alpha
+_COLOR_TYPE = 25  # the offset of the colour type in a PNG file
 _AREA_ABOVE = 2.0  # as ImageField(interpolation="auto")
 
 
 class Samples(NamedTuple):
     """How the encoded samples of a column are stored.
 
-    `stored` returns what is stored of one, and whether Pillow converted it; ValueError, with the
-    reason, if it is bad. `shape` is that of pixels; None: bytes are stored.
+    `stored` returns the value to store for a sample, and whether Pillow converted it; it raises
+    ValueError, with the reason, if the sample is bad. `shape` is that of pixels; None: bytes.
     """
 
     stored: Callable[[Any], tuple[Any, bool]]
@@ -48,8 +48,8 @@ def samples_of(
 ) -> dict[str, Samples]:
     """Return how the samples of encoded columns are stored; `size` is that of resized images.
 
-    Images that keep their sizes are decoded, if `verifies`, to see whether they are whole; else
-    their headers and ends are looked at.
+    Images that are not resized are decoded if `verifies`, to find damaged ones; otherwise only
+    their headers and ends are checked.
     """
     found = {}
     for name, kind in encoded.items():
@@ -67,9 +67,9 @@ def samples_of(
 
 
 def encoded_columns(block: Block, source: Mapping[str, str]) -> dict[str, str]:
-    """Return which columns are encoded images or audio: those that the source names, and others.
+    """Return the kinds of columns of encoded images or audio, by name.
 
-    Others are bytes that all begin as JPEG or PNG do.
+    These are the ones declared by the source, and all columns of bytes that begin like JPEG or PNG.
     """
     found = {name: kind for name, kind in source.items() if name in block.columns}
     for name, values in block.columns.items():
@@ -80,7 +80,7 @@ def encoded_columns(block: Block, source: Mapping[str, str]) -> dict[str, str]:
 
 
 def made_block(block: Block, samples: Mapping[str, Samples]) -> Block:
-    """Return a block in which encoded samples are as they are stored, without the bad ones."""
+    """Return a block with encoded samples in the form to store, without the bad ones."""
     for name, one in samples.items():
         stored: list[Any] = []
         refused: dict[int, str] = {}
@@ -103,7 +103,7 @@ def made_block(block: Block, samples: Mapping[str, Samples]) -> Block:
 
 
 def _recording(soundfile: Any, content: Any) -> tuple[Any, bool]:
-    """Return the bytes of encoded audio, if libsndfile can open them."""
+    """Return the bytes of encoded audio; ValueError if libsndfile cannot open them."""
     try:
         soundfile.SoundFile(io.BytesIO(memoryview(content))).close()
     except Exception as error:
@@ -112,7 +112,7 @@ def _recording(soundfile: Any, content: Any) -> tuple[Any, bool]:
 
 
 def _kept_image(own: _Scratch | None, content: Any) -> tuple[Any, bool]:
-    """Return the bytes of an image, or of the PNG that it was converted to."""
+    """Return the bytes of an image, or of its conversion to PNG."""
     header, data = header_of(content)
     if header is None or _has_grey_of_16_bits(header, data):
         return encoded_images([_by_pillow(data)], "png")[0], True
@@ -124,26 +124,26 @@ def _kept_image(own: _Scratch | None, content: Any) -> tuple[Any, bool]:
 def _resized_image(
     own: _Scratch, cv2: Any, size: tuple[int, int], content: Any
 ) -> tuple[Any, bool]:
-    """Return pixels, uint8 (height, width, 3), cut in the middle: those of ``ImageField(size)``."""
+    """Return center-cropped pixels, uint8 (height, width, 3), the same as ``ImageField(size)``."""
     header, data = header_of(content)
     pixels = _by_pillow(data) if header is None else _decoded(data, header, own)
     height, width = (np.array([one], np.int64) for one in pixels.shape[:2])
     ((top, left, h, w),) = center_boxes(height, width, size).tolist()
     how = cv2.INTER_AREA if max(h / size[0], w / size[1]) > _AREA_ABOVE else cv2.INTER_LINEAR
-    out = np.empty((*size, 3), np.uint8)  # (it may return its input)
+    out = np.empty((*size, 3), np.uint8)  # (without `out`, resize may return its input)
     cv2.resize(pixels[top : top + h, left : left + w], size[::-1], out, 0, 0, how)
     return out, False
 
 
 class _Scratch(threading.local):
-    """Memory of the calling thread, for pixels."""
+    """Thread-local memory for pixels."""
 
     def __init__(self) -> None:
         self.memory = Growing(plain_memory)
 
 
 def header_of(content: Any) -> tuple[ImageHeader | None, Bytes]:
-    """Return the header of an image, None if it is no whole JPEG or PNG, and its bytes."""
+    """Return the header of an image (None if it is not a complete JPEG or PNG) and its bytes."""
     core, rows = load_core(), np.zeros((1, len(ImageHeader._fields)), np.int64)
     data, bounds = np.frombuffer(content, np.uint8), np.array([0, len(content)])
     if core is None:
@@ -159,9 +159,9 @@ def _has_grey_of_16_bits(header: ImageHeader, data: Bytes) -> bool:
 
 
 def _decoded(data: Bytes, header: ImageHeader, own: _Scratch) -> Bytes:
-    """Return the pixels of an image, in memory of the thread; by Pillow if our decoder refuses."""
+    """Return the pixels of an image, in the thread's memory; via Pillow if our decoder fails."""
     if header.height * header.width > _MOST_PIXELS:
-        raise ValueError(f"it has {header.height:,} x {header.width:,} pixels, which are too many")
+        raise ValueError(f"it has {header.height:,} x {header.width:,} pixels, which is too many")
     pixels: Bytes = own.memory.of(header.height * header.width * 3).reshape(header.shape)
     try:
         decode_rgb(data, header, pixels)
@@ -171,7 +171,7 @@ def _decoded(data: Bytes, header: ImageHeader, own: _Scratch) -> Bytes:
 
 
 def _by_pillow(data: Bytes) -> Bytes:
-    """Return pixels as ``convert("RGB")`` gives them; ValueError if Pillow cannot."""
+    """Return the pixels from Pillow's ``convert("RGB")``; ValueError if that fails."""
     with needs_package("pillow", "images that are neither JPEG nor PNG, or unusual ones,"):
         from PIL import Image
     try:
@@ -183,7 +183,7 @@ def _by_pillow(data: Bytes) -> Bytes:
 
 
 def encoded_images(images: Iterable[Bytes], spelled: str) -> list[Bytes]:
-    """Return the bytes of images, uint8 (height, width, 3)."""
+    """Return images, uint8 (height, width, 3), as encoded bytes."""
     import imagecodecs
 
     name, level = image_format(spelled)

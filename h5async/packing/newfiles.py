@@ -1,4 +1,4 @@
-"""Writes HDF5 files anew: `repack`, its shards, and how new files take their places."""
+"""Rewrites HDF5 files: `repack`, its shards, and how new files replace old ones."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def repack(
     ray: str | None = None,
     **options: Unpack[RepackKeywords],
 ) -> Repacked:
-    """Write HDF5 files anew, with other chunks, filters or samples; several files become one.
+    """Rewrite HDF5 files with other chunks, filters or samples; several files become one.
 
-    All else stays as it is in the first file: groups, attributes, links, references, dimension
-    scales, datatypes. Chunks about which nothing changes are copied as they are stored. The new
-    file has its name as soon as it is whole; `output` may be the file itself.
+    Everything else stays as in the first file: groups, attributes, links, references, dimension
+    scales, datatypes. Stored chunks that stay the same are copied without decoding. The new file
+    appears under its name once it is complete; `output` may be the source itself.
 
     Parameters
     ----------
     sources
-        A file, several, or a glob: what `hdf5_path` of `AsyncReader` takes.
+        A file, several files, or a glob, like `hdf5_path` of `AsyncReader`.
     output
         The file to write.
     dry_run
@@ -53,9 +53,9 @@ def repack(
     planned
         Called with the plan before anything is written.
     progress
-        Called with the bytes of values that are done, and with those of all.
+        Called with the bytes of values written so far, and the total.
     ray
-        Write `shards` as jobs on this cluster of Ray: its address, or ``"auto"``. See docs/ray.md.
+        Write `shards` as jobs on this Ray cluster: its address, or ``"auto"``. See docs/ray.md.
     **options
         As in `RepackOptions`.
 
@@ -68,7 +68,7 @@ def repack(
     ReadError
         If a file cannot be read, or changes meanwhile.
     WriteError
-        If the new file cannot be written: the disk is full. With `verify`, if it differs.
+        If the new file cannot be written, as on a full disk. With `verify`, if it differs.
 
     Examples
     --------
@@ -106,8 +106,7 @@ def repack(
 
 
 def _write(work: Repacking, path: Path, options: RepackOptions, progress: Progress | None) -> None:
-    """Write the new file, and verify it."""
-    # What replaces a source is verified before.
+    # A file that replaces a source is written and verified under another name first.
     is_beside = options.verify and work.replaces(path)
     written = path.with_name(f"{path.name}.repacked") if is_beside else path
     is_new = work.write(written, progress)
@@ -119,8 +118,8 @@ def _write(work: Repacking, path: Path, options: RepackOptions, progress: Progre
             os.replace(written, path.with_name(f"{path.name}.differs"))
             raise
         raise ConfigError(
-            f"{written} exists, and is not what these files and options make: {error};"
-            f" write another file, or replace it by {named('overwrite', True)}"
+            f"{written} exists, but is not the result of these files and options: {error};"
+            f" write another file, or replace it with {named('overwrite', True)}"
         ) from error
     if is_beside:
         os.replace(written, path)
@@ -129,7 +128,7 @@ def _write(work: Repacking, path: Path, options: RepackOptions, progress: Progre
 def _write_shards(
     work: Repacking, path: Path, options: RepackOptions, progress: Progress | None, ray: str | None
 ) -> tuple[Path, ...]:
-    """Write the shards, and the file, or the saved index, that is all of them."""
+    """Write the shards, and the file or saved index that unites them."""
     shards = _Shards(work, path, options, progress)
     paths = [shard_path(path, number) for number in range(len(shards.parts))]
     replaced = [str(one) for one in (path, *paths) if work.replaces(one)]
@@ -159,9 +158,9 @@ def _write_shards(
 
 
 class _Shards:
-    """Writes shards by their numbers: here, or in other processes, which open the files again.
+    """Writes shards by number: here, or in other processes, which open the files again.
 
-    `done` are bytes of shards that are written.
+    `done` is the number of bytes in finished shards.
     """
 
     def __init__(
@@ -176,25 +175,25 @@ class _Shards:
         self._digest = work.digest()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what other processes need; threads are as Ray's CPUs."""
+        """Return the state for other processes, with one thread by default, as Ray's CPUs."""
         options = self._options.model_copy(update={"num_threads": self._options.num_threads or 1})
         return {**self.__dict__, "parts": (), "_progress": None, "_options": options}
 
     def __call__(self, number: int) -> int:
-        """Write a shard, or go on with it; return its bytes."""
+        """Write or continue a shard; return its bytes."""
         if not self.parts:
             work = Repacking(list(map(open_index, self._config.files)), self._config, self._options)
             if work.digest() != self._digest:
                 raise ReadError(
-                    f"{paths_text(self._config.hdf5_path)}: files were changed, or are others on"
-                    f" the node {os.uname().nodename}: all nodes must have the same ones"
+                    f"{paths_text(self._config.hdf5_path)}: files have changed, or differ on the"
+                    f" node {os.uname().nodename}; all nodes must have the same files"
                 )
             self.parts = work.parts(self._options.shards or 0)
         _write(self.parts[number], shard_path(self._path, number), self._options, self.show)
         return self.parts[number].nbytes
 
     def show(self, moved: int, _: int) -> None:
-        """Tell the progress, with bytes of the shard that is being written."""
+        """Report the progress; `moved` are the bytes done of the current shard."""
         if self._progress is not None:
             self._progress(self.done + moved, self._nbytes)
 
@@ -202,10 +201,10 @@ class _Shards:
 def join_shards(
     path: Path, shards: Mapping[Path, int], columns: Sequence[str], options: RepackOptions
 ) -> None:
-    """Write the file, or the saved index, that is all shards as one dataset.
+    """Write the file or saved index that unites all shards.
 
-    `shards` have so many samples each; `columns` are the datasets of samples. All other objects are
-    those of the last shard.
+    `shards` maps paths to numbers of samples; `columns` are the datasets of samples. All other
+    objects come from the last shard.
     """
     if is_index(path):
         index_shards(path, [*shards])
@@ -217,13 +216,13 @@ def join_shards(
 
 
 def shard_path(path: Path, number: int) -> Path:
-    """Return the path of a shard of a dataset: ``train-00003.h5`` of ``train.h5``."""
+    """Return the path of a shard: ``train-00003.h5`` for ``train.h5``."""
     suffix = ".h5" if path.suffix == INDEX_SUFFIX else path.suffix
     return path.with_name(f"{path.stem}-{number:05}{suffix}")
 
 
 def remove_other_shards(path: Path, count: int) -> None:
-    """Remove shards of earlier times, behind the first `count`."""
+    """Remove the shards of an earlier run beyond the first `count`."""
     for number in itertools.count(count):
         if not shard_path(path, number).exists():
             break
@@ -239,19 +238,19 @@ class Finished:
             self._shards = json.loads(self._path.read_text()) if resume else {}
 
     def has(self, shard: Path, digest: str) -> bool:
-        """Tell whether a shard was finished, and is as it was then."""
+        """Return whether a shard was finished, and is unchanged since."""
         return shard.exists() and self._shards.get(shard.name) == _described(shard, digest)
 
     def add(self, shard: Path, digest: str) -> None:
-        """Remember a shard that is whole and on the disk."""
+        """Remember a shard that is complete and on the disk."""
         self._shards[shard.name] = _described(shard, digest)
         beside = self._path.with_name(f"{self._path.name}.new")
-        with suppressing(OSError):  # it would be read again, no more
+        with suppressing(OSError):  # at worst, the shard is verified again
             beside.write_text(json.dumps(self._shards))
             os.replace(beside, self._path)
 
     def forget(self) -> None:
-        """Remove what is remembered."""
+        """Delete the record."""
         self._path.unlink(missing_ok=True)
 
 
@@ -261,7 +260,7 @@ def _described(shard: Path, digest: str) -> list[Any]:
 
 
 def index_shards(path: Path, shards: Sequence[Path]) -> None:
-    """Write the saved index that is all shards as one dataset."""
+    """Write the saved index that unites all shards."""
     config = ReaderConfig(hdf5_path=list(shards))
     reach = reach_of(config)
     try:

@@ -1,7 +1,7 @@
-"""Copies, and compares, the objects of a file: groups, datasets, datatypes, links, attributes.
+"""Copies and compares the objects of a file: groups, datasets, datatypes, links, attributes.
 
-A file and what its datasets are to become enter; a file with all objects leaves, in which only the
-values of those datasets are missing that are copied later.
+A file and the changes to its datasets enter; a file with all objects leaves, complete except for
+the values of datasets that are copied later.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from h5async.packing.rawvalues import (
 )
 from h5async.spelling import name_text
 
-SMALL_NBYTES = 1 << 20  # stored: such a dataset is copied at once
+SMALL_NBYTES = 1 << 20  # datasets that take up to this much storage are copied whole by HDF5
 _USER_DEFINED = h5d.FILL_VALUE_USER_DEFINED
 _COPY_WITHOUT_ATTRIBUTES = h5o.COPY_WITHOUT_ATTR_FLAG
 LeavesOut = Callable[[bytes, Any], bool]
 
 
 class Entry(NamedTuple):
-    """A link: the path of its group, its name, its kind, and what it leads to.
+    """A link: the path of its group, its name, its kind, and its target object.
 
-    `node` is None for links that are not hard; `is_first` says whether no earlier link leads there.
+    `node` is None unless the link is hard; `is_first`: no earlier link has the same target.
     """
 
     parent: bytes
@@ -53,14 +53,14 @@ class Entry(NamedTuple):
 
     @property
     def path(self) -> bytes:
-        """The path that the link is."""
+        """The path of the link."""
         return self.parent + b"/" + self.name
 
 
 def walk(file: h5f.FileID, leaves_out: LeavesOut = lambda path, node: False) -> Iterator[Entry]:
-    """Yield all links of a file, each group's in their order, and groups before their members.
+    """Yield all links of a file: each group's links in order, and groups before their members.
 
-    Of objects, those are left out for which `leaves_out(path, node)` is true.
+    Objects for which `leaves_out(path, node)` is true are skipped.
     """
     root = h5g.open(file, b"/")
     seen = {h5o.get_info(root).addr}
@@ -84,7 +84,7 @@ def walk(file: h5f.FileID, leaves_out: LeavesOut = lambda path, node: False) -> 
 
 
 def is_outside(dataset: h5d.DatasetID) -> bool:
-    """Tell whether values of a dataset are in other datasets or files."""
+    """Return whether a dataset's values are stored in other datasets or files."""
     plist = dataset.get_create_plist()
     return bool(plist.get_layout() == h5d.VIRTUAL or plist.get_external_count())
 
@@ -98,11 +98,11 @@ def _names(group: h5g.GroupID) -> list[bytes]:
 
 
 class Making(NamedTuple):
-    """How a dataset is made in the other file.
+    """How to create a dataset in the other file.
 
-    `space`, `kind` and `plist` are its dataspace, datatype (None: as it was) and creation
-    properties. `has_values` says that its values are written later; `same_filters`, that chunks
-    may be copied as they are stored.
+    `space`, `kind` and `plist` are its dataspace, datatype (None: unchanged) and creation
+    properties. `has_values`: its values are written later; `same_filters`: stored chunks may be
+    copied without decoding.
     """
 
     space: h5s.SpaceID
@@ -113,7 +113,7 @@ class Making(NamedTuple):
 
 
 def making_of(dataset: h5d.DatasetID, values: NDArray[Any]) -> Making:
-    """Return how a dataset is made anew, with other values, which fit its datatype if they can."""
+    """Return how to create a dataset with other values, keeping its datatype if they fit."""
     plist, kind = dataset.get_create_plist().copy(), None
     if plist.get_layout() == h5d.CHUNKED:
         chunks = zip(plist.get_chunk(), values.shape, strict=True)
@@ -124,7 +124,7 @@ def making_of(dataset: h5d.DatasetID, values: NDArray[Any]) -> Making:
         found = np.iinfo(dataset.dtype)
         if values.size and not found.min <= values.min() <= values.max() <= found.max:
             kind = h5t.py_create(values.dtype)
-    elif values.dtype.kind == "O" and dataset.dtype.kind == "S":  # some may be longer
+    elif values.dtype.kind == "O" and dataset.dtype.kind == "S":  # new strings may be longer
         kind = h5t.py_create(h5py.string_dtype(), logical=True)
     return Making(h5s.create_simple(values.shape), kind, plist, False, False)
 
@@ -132,8 +132,8 @@ def making_of(dataset: h5d.DatasetID, values: NDArray[Any]) -> Making:
 class ObjectCopy:
     """Copies the objects of `source` into the empty file `target`.
 
-    `change(path, dataset)` says how a dataset is made that differs; None for one that stays. Some
-    are left out, as `walk` says.
+    `change(path, dataset)` returns how to create a dataset that changes, None for one that stays
+    the same. `leaves_out` is as for `walk`.
     """
 
     def __init__(
@@ -146,18 +146,18 @@ class ObjectCopy:
     ) -> None:
         self.source, self._target, self._change = source, target, change
         self._names, self._leaves_out = names, leaves_out
-        self._types: dict[int, h5t.TypeID] = {}  # committed ones of the target
-        # HDF5 copies no object to a file with addresses of another length.
+        self._types: dict[int, h5t.TypeID] = {}  # committed in the target, by source address
+        # HDF5 cannot copy objects between files with different address sizes.
         sizes = [file.get_create_plist().get_sizes() for file in (source, target)]
         self._can_copy = sizes[0] == sizes[1]
 
     def entries(self) -> Iterator[Entry]:
-        """Yield the links that are copied."""
+        """Yield the links to copy."""
         return walk(self.source, self._leaves_out)
 
     @cached_property
     def twins(self) -> dict[int, Twin]:
-        """Where the objects of the source are in the target, once they are made."""
+        """The target's copies of the source's objects, which must exist, by source address."""
         root = h5g.open(self.source, b"/")
         found = {h5o.get_info(root).addr: Twin(b"/", _address(self._target, b"/"))}
         for entry in self.entries():
@@ -167,11 +167,11 @@ class ObjectCopy:
 
     @cached_property
     def references(self) -> References:
-        """Changes references to what they become in the target."""
+        """Converts references to refer to the target's objects."""
         return References(self.source, self._target, self.twins)
 
     def make(self) -> list[bytes]:
-        """Make all; return the paths of datasets whose values are missing; none is a scalar."""
+        """Create all objects; return the paths of datasets (no scalars) that still lack values."""
         parent, group = b"", h5g.open(self._target, b"/")
         missing, scalars = list[Entry](), list[Entry]()
         paths: dict[int, bytes] = {h5o.get_info(h5g.open(self.source, b"/")).addr: b"/"}
@@ -215,7 +215,7 @@ class ObjectCopy:
         return f'{self._names[0]}: "{name_text(path)}"'
 
     def moved(self, name: bytes) -> bytes:
-        """Return the name of another file as the target must have it to lead to the same one."""
+        """Return the name by which the target refers to the same other file."""
         before, after = (path.absolute().parent for path in self._names)
         file = os.fsencode(before) + b"/" + name
         if before == after or os.path.isabs(name) or not (b"%" in name or os.path.exists(file)):
@@ -223,7 +223,7 @@ class ObjectCopy:
         return os.path.relpath(file, os.fsencode(after))
 
     def _object(self, entry: Entry, group: h5g.GroupID, properties: h5p.PropLCID) -> bool:
-        """Make an object; return whether its values are missing."""
+        """Create an object; return whether its values are missing."""
         where, node = self._where(entry.path), entry.node
         if isinstance(node, h5g.GroupID):
             h5g.create(group, entry.name, lcpl=properties, gcpl=_properties_like(node))
@@ -234,7 +234,7 @@ class ObjectCopy:
         return False
 
     def _type(self, kind: h5t.TypeID, where: str) -> h5t.TypeID:
-        """Return a datatype for the target: a committed one is committed there, once."""
+        """Return a datatype for the target; commit a committed one there, once."""
         if not kind.committed():
             return kind
         address = h5o.get_info(kind).addr
@@ -252,7 +252,7 @@ class ObjectCopy:
         making, kind = self._change(entry.path, dataset), dataset.get_type()
         plist = dataset.get_create_plist()
         has_own = not is_outside(dataset)
-        # HDF5 would copy where such a fill value is in the other file, not the value.
+        # HDF5 would copy such a fill value's address in the source file, not the value.
         has_far_fill = has_pointers(kind) and plist.fill_value_defined() == _USER_DEFINED
         is_apart = kind.committed() or has_references(kind) or not has_own or has_far_fill
         is_small = dataset.get_storage_size() <= SMALL_NBYTES
@@ -286,7 +286,7 @@ class ObjectCopy:
         h5o.copy(entry.node, b".", group, entry.name, copypl=how, lcpl=properties)
 
     def _virtual(self, plist: h5p.PropDCID) -> h5p.PropDCID:
-        """Return the properties of a virtual dataset, with sources as the target must name them."""
+        """Return the properties of a virtual dataset, with source names valid for the target."""
         if self._names[0].absolute().parent == self._names[1].absolute().parent:
             return plist
         new = plist.copy()
@@ -316,9 +316,9 @@ class ObjectCopy:
             copy_attribute(attribute, target, kind, references, where)
 
     def differences(self, changed: Container[str]) -> Iterator[str]:
-        """Yield what differs in a finished target: links, objects, attributes.
+        """Yield the differences in a finished target: links, objects, attributes.
 
-        `changed` are the paths of objects whose attributes are not the same.
+        `changed` has the paths of objects whose attributes differ on purpose.
         """
         twins = list(walk(self._target))
         for entry, twin in itertools.zip_longest(self.entries(), twins):
@@ -337,7 +337,7 @@ class ObjectCopy:
         yield from self._differing_attributes(one, other, "the root group")
 
     def _told(self, entry: Entry, *, is_twin: bool = False) -> tuple[Any, ...]:
-        """Return what a link says in the target."""
+        """Return the properties that a link has, or should have, in the target, for comparison."""
         address, value = entry.address, None
         if entry.node is None:
             group = h5g.open(self._target if is_twin else self.source, entry.parent or b"/")
@@ -349,7 +349,7 @@ class ObjectCopy:
         return entry.info.type, entry.info.cset, type(entry.node), address, value
 
     def _differing_scalars(self, entry: Entry, twin: h5d.DatasetID) -> Iterator[str]:
-        """Yield what differs in a dataset that stays: its shape, or its value if it is scalar."""
+        """Yield the differences in a kept dataset: in its shape, or in the value of a scalar."""
         one, where = entry.node, f'dataset "{name_text(entry.path).strip("/")}"'
         if one.shape != twin.shape:
             yield f"{where}: its shape"
@@ -382,7 +382,7 @@ class ObjectCopy:
 
 
 def attribute_names(node: Any) -> list[bytes]:
-    """Return the names of an object's attributes, in their order."""
+    """Return the names of an object's attributes, in order."""
     names: list[bytes] = []
     if h5a.get_num_attrs(node):
         tracked = node.get_create_plist().get_attr_creation_order() & h5p.CRT_ORDER_TRACKED
@@ -394,7 +394,7 @@ def attribute_names(node: Any) -> list[bytes]:
 def _properties_like(group: h5g.GroupID) -> h5p.PropGCID:
     """Return properties for a group like another one.
 
-    HDF5's own would also say where the links of a large group are, and HDF5 would believe that.
+    The group's own list cannot be used: it includes the addresses of a large group's links.
     """
     like, new = group.get_create_plist(), h5p.create(h5p.GROUP_CREATE)
     new.set_link_creation_order(like.get_link_creation_order())

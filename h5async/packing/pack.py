@@ -1,4 +1,4 @@
-"""Packs samples into HDF5: sources and options enter, a file leaves, or shards and one over them.
+"""Packs samples into HDF5: sources and options enter; a file, or shards and their union, leaves.
 
 Threads make blocks of samples (`sources/`, `encodedsamples.py`), which are appended in order to a
 file (`packedfile.py`).
@@ -51,25 +51,25 @@ from h5async.packing.writeoptions import PackKeywords, PackOptions, RepackOption
 from h5async.spelling import named
 from h5async.system.jobs import run_jobs
 
-Progress = Callable[[int, int | None, int], None]  # samples done, all of them, bytes done
+Progress = Callable[[int, int | None, int], None]  # samples done, total samples, bytes done
 _ARRAYS = (".npy", ".npz")
-_SAVED = ("state.json", "dataset_dict.json")  # of datasets of Hugging Face
+_SAVED = ("state.json", "dataset_dict.json")  # in folders of saved Hugging Face datasets
 _KINDS = (
-    "folders of images or audio, a folder of episodes, a dataset that datasets has saved, or .tar,"
+    "folders of images or audio, a folder of episodes, a saved Hugging Face dataset, or .tar,"
     " .tar.gz, .parquet, .arrow, .feather, .csv, .npy and .npz files"
 )
-_BLOCKS_AT_A_TIME = 8  # so many must fit in the memory
+_BLOCKS_AT_A_TIME = 8  # blocks are small enough that this many fit in the memory
 _DECODED_ROWS = 16
 _PROBE_SECONDS = 1.0  # of an estimate
 
 
 class Packed(NamedTuple):
-    """What `pack` has written.
+    """The result of `pack`.
 
-    `samples` is the number of samples that the file has, and `nbytes` the size of all files. `bad`
-    are the names of samples that were left out, and why; `converted` is the number of images that
-    Pillow converted to PNG. `columns` say how each column is stored, and `notes`, what of the
-    source was left out.
+    `samples` is the number of samples in the file, and `nbytes` the size of all files. `bad` lists
+    the names of skipped samples with the reasons; `converted` is the number of images that Pillow
+    converted to PNG. `columns` tells how each column is stored; `notes` lists parts of the source
+    that were left out.
     """
 
     path: Path
@@ -95,23 +95,23 @@ def pack(
     Parameters
     ----------
     sources
-        A path, or several, of folders and files; a mapping of names to arrays; a dataset of Hugging
-        Face; or an iterable of dictionaries: docs/packing.md.
+        One or more paths of folders and files; a mapping of names to arrays; a Hugging Face
+        dataset; or an iterable of dictionaries. See docs/packing.md.
     out
         The file to write.
     progress
-        A function that is called with the number of samples that are packed, the number of all (or
-        None), and the number of bytes.
+        A function that is called with the number of samples packed so far, the total (or None if
+        unknown), and the number of bytes packed.
     ray
-        Pack `shards` in jobs on this cluster of Ray: its address, or ``"auto"``. See docs/ray.md.
+        Pack `shards` in jobs on this Ray cluster: its address, or ``"auto"``. See docs/ray.md.
     **options
         See `PackOptions`.
 
     Raises
     ------
     H5AsyncError
-        If a source cannot be read, a sample cannot be packed, or the file cannot be written. What
-        was written can be gone on with, by ``resume=True``.
+        If a source cannot be read, a sample cannot be packed, or the file cannot be written.
+        ``resume=True`` continues an interrupted pack.
 
     Examples
     --------
@@ -161,7 +161,7 @@ def _require_new(path: Path, options: PackOptions) -> None:
 def _pack(
     source: Source, path: Path, options: PackOptions, digest: str, progress: Progress
 ) -> list[Written]:
-    """Pack the samples into one file, or into shards, one after the other."""
+    """Pack the samples into one file, or into shards one after the other."""
     files: list[PackedFile] = []
     nbytes, most = 0, math.inf if options.shards is None else options.shards
     with Blocks(source, options) as blocks:
@@ -182,7 +182,7 @@ def _pack(
 
 
 def _filled(file: PackedFile, blocks: Blocks, source: Source, most: float) -> Iterator[None]:
-    """Append blocks until a file has so many bytes, or all samples; yield after each."""
+    """Append blocks until a file has `most` bytes, or all samples; yield after each."""
     if file.is_finished:
         return
     blocks.begin(file.taken, file.encoded)
@@ -195,9 +195,9 @@ def _filled(file: PackedFile, blocks: Blocks, source: Source, most: float) -> It
 
 
 class _Shards:
-    """Packs shards in other processes, which open the sources again: each is a part of these.
+    """Packs parts of the sources as shards, in other processes that open the sources again.
 
-    Parts are equal numbers of samples, or whole files, where these can only be read in order. All
+    Parts are equal numbers of samples, or whole files if these can only be read in order. All
     shards have the columns of the first block.
     """
 
@@ -206,13 +206,12 @@ class _Shards:
     ) -> None:
         if options.shards is None or not (source.files_are_sources or _is_listed(source)):
             raise ConfigError(
-                f"{source.name} cannot be packed on Ray, where a job packs a shard: give"
-                f" {named('shards')}, and folders or files whose samples, or files, can be read one"
-                " by one"
+                f"{source.name} cannot be packed on Ray, where each job packs a shard: give"
+                f" {named('shards')}, and folders or files that jobs can read independently"
             )
         self._sources, self._path, self._digest, self._all = sources, path, digest, source.digest()
         threads = max(1, options.num_threads or 1)
-        resume = options.resume or not options.overwrite  # a job whose worker has died goes on
+        resume = options.resume or not options.overwrite  # a job resumes if its worker dies
         changed = {"num_threads": threads, "resume": resume, "overwrite": not resume}
         self._options = options.model_copy(update=changed)
         self._source: Source | None = source
@@ -220,13 +219,13 @@ class _Shards:
             blocks.begin(0, None)
             first = blocks.following
         if first is None or not first.kept:
-            raise DatasetError(f"{source.name} has no samples that can be packed, to begin with")
+            raise DatasetError(f"{source.name} has no samples at its start that can be packed")
         self._encoded, self._like = blocks.encoded, columns_of(first, blocks.encoded, options)
         coded = [name for name, one in self._like.items() if one.form == "codes"]
         if coded:
             raise ConfigError(
                 f'{source.name}: column "{coded[0]}" has categories, which each shard would number'
-                " by itself; pack it without Ray"
+                " on its own; pack it without Ray"
             )
         row_nbytes = first.nbytes / first.taken
         if source.nbytes and options.size is None and source.count:
@@ -236,7 +235,7 @@ class _Shards:
             require_new(shard_path(path, number) for number in range(len(self._parts)))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what another process needs."""
+        """Return the state without the open source and the parts, which workers do not need."""
         return {**self.__dict__, "_source": None, "_parts": ()}
 
     def pack(self, ray: str, progress: Progress) -> list[Written]:
@@ -261,8 +260,8 @@ class _Shards:
             self._source = source
             if source.digest() != self._all:
                 raise ReadError(
-                    f"{source.name}: files were changed, or are others on the node"
-                    f" {os.uname().nodename}: all nodes must have the same ones"
+                    f"{source.name}: files have changed, or differ on the node"
+                    f" {os.uname().nodename}; all nodes must have the same files"
                 )
         try:
             return self._write(source, shard_path(self._path, number), begin, end)
@@ -288,7 +287,7 @@ def _is_listed(source: Source) -> TypeGuard[ListedSource]:
 
 
 def _parts_of(source: Source, nbytes: int, row_nbytes: float) -> Sequence[range | list[str]]:
-    """Return parts of a source of about so many bytes."""
+    """Return parts of a source of about `nbytes` each."""
     if _is_listed(source):
         edges = np.linspace(0, source.count, 1 + max(1, round(source.count * row_nbytes / nbytes)))
         ends = np.unique(edges.astype(np.int64)).tolist()
@@ -305,11 +304,11 @@ def _parts_of(source: Source, nbytes: int, row_nbytes: float) -> Sequence[range 
 
 
 class Blocks(AbstractContextManager["Blocks"]):
-    """Makes the blocks of a source, or up to a position in it, in threads, ahead of their use.
+    """Makes the blocks of a source, up to position `end` if given, in threads, ahead of their use.
 
-    So many are made ahead that they take half of the memory. `following` is the next block, or None
-    if there is no other; `encoded` are the columns of encoded samples, with their kinds: given, or
-    found in the first block.
+    Blocks made ahead take up to half of the memory. `following` is the next block, or None at the
+    end; `encoded` maps the columns of encoded samples to their kinds, as given to `begin` or found
+    in the first block.
     """
 
     def __init__(self, source: Source, options: PackOptions, end: int | None = None) -> None:
@@ -323,23 +322,23 @@ class Blocks(AbstractContextManager["Blocks"]):
         self.encoded: dict[str, str] = {}
 
     def __exit__(self, *_: object) -> None:
-        """End the threads."""
+        """Stop the threads."""
         self._pool.shutdown(cancel_futures=True)
 
     def begin(self, start: int, encoded: Mapping[str, str] | None) -> None:
-        """Begin at a position of the source, unless it has begun."""
+        """Begin at a position of the source; do nothing if it has already begun."""
         if self._works is not None:
             return
         source, options = self._source, self._options
         if source.count and source.nbytes:
             fitting = options.memory // _BLOCKS_AT_A_TIME * source.count // source.nbytes
             source.rows = max(1, min(source.rows, fitting))
-        if options.size is not None:  # decoding takes long, and threads are to end together
+        if options.size is not None:  # decoding is slow: small blocks let threads finish together
             source.rows = min(source.rows, _DECODED_ROWS)
         if options.shuffle and source.is_in_order:
             raise ConfigError(
-                f"{source.name} can only be read in order; pack it without {named('shuffle')}, and"
-                " shuffle the file by h5async repack --shuffle full, or let the reader shuffle"
+                f"{source.name} can only be read in order; pack it without {named('shuffle')}, then"
+                " shuffle the file with h5async repack --shuffle full, or let the reader shuffle"
             )
         source = copy(source)
         if options.shuffle:
@@ -357,14 +356,14 @@ class Blocks(AbstractContextManager["Blocks"]):
         self._go_on(block.nbytes)
 
     def take(self) -> Block:
-        """Return the following block, after which there is another one or none."""
+        """Return the `following` block, and advance to the next."""
         block = self.following
         assert block is not None
         self._go_on(block.nbytes)
         return block
 
     def _go_on(self, nbytes: int) -> None:
-        """Have as many blocks made as fit, if they have so many bytes; wait for the first one."""
+        """Submit as many blocks as fit if each has `nbytes`; wait for the first one."""
         assert self._works is not None
         ahead = max(1, min(self._most, self._most_nbytes // max(1, nbytes)))
         for work in itertools.islice(self._works, max(0, ahead - len(self._waiting))):
@@ -376,10 +375,10 @@ class Blocks(AbstractContextManager["Blocks"]):
 
 
 class Estimate(NamedTuple):
-    """What packing takes, about.
+    """A rough estimate of what packing takes.
 
-    `samples`, `nbytes` and `seconds` are None if the source does not say how many samples it has;
-    `probed` is how many were looked at, and `columns` say how each column is stored.
+    `samples`, `nbytes` and `seconds` are None if the source does not know its number of samples.
+    `probed` is the number of samples examined; `columns` tells how each column would be stored.
     """
 
     samples: int | None
@@ -390,7 +389,7 @@ class Estimate(NamedTuple):
 
 
 def estimate(sources: Any, **options: Unpack[PackKeywords]) -> Estimate:
-    """Estimate what `pack` takes with the same arguments; raises like that."""
+    """Estimate what `pack` takes with the same arguments; raises the same errors."""
     chosen = PackOptions(**options)
     source = open_source(sources, chosen)
     first, began = None, perf_counter()
@@ -418,9 +417,9 @@ def estimate(sources: Any, **options: Unpack[PackKeywords]) -> Estimate:
 
 
 def open_source(sources: Any, options: PackOptions) -> Source:
-    """Return the source that paths or objects are.
+    """Return the source for paths or objects.
 
-    ConfigError if it is none; H5AsyncError if it cannot be read.
+    Raises ConfigError for an unknown kind of source, H5AsyncError if it cannot be read.
     """
     if isinstance(sources, str | os.PathLike):
         return _at([Path(sources)], options)
@@ -442,7 +441,7 @@ def _at(given: Sequence[Path], options: PackOptions) -> Source:
         raise ReadError(f"{missing} cannot be packed: there is no such file or folder")
     are_folders = {path.is_dir() for path in paths}
     if are_folders == {True, False}:
-        raise ConfigError(f"{paths[0]} and others are files and folders; give only one of these")
+        raise ConfigError(f"{paths[0]} and others: give either files or folders, not both")
     if are_folders == {True}:
         return _in_folders(paths, options)
     suffixes = sorted({path.suffix.lower() for path in paths})
@@ -456,7 +455,6 @@ def _at(given: Sequence[Path], options: PackOptions) -> Source:
 
 
 def _in_folders(paths: Sequence[Path], options: PackOptions) -> Source:
-    """Return the source that folders of one kind are."""
     folder = paths[0]
     if len(paths) == 1 and (folder / "meta" / "info.json").is_file():
         return EpisodeSource(folder, options.fill)

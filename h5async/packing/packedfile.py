@@ -1,10 +1,10 @@
-"""Writes the samples of a source to one file: blocks enter, columns of a file that is whole leave.
+"""Writes the samples of a source to one file: blocks enter; the columns of a complete file leave.
 
-A column of fixed size is cut into whole chunks; the rows of the last chunk, which is not full yet,
-are kept, and written at `flush`. So a file can be continued at any sample.
+A column of fixed size is cut into whole chunks; the rows of the last, partial chunk are kept, and
+written at `flush`. So writing can resume at any sample.
 
-The state of the file (`safefile.py`) says how many samples of the source were taken; what the file
-says of itself, as an attribute, is there for those who append.
+The file describes itself in the attribute `ABOUT`: how many samples of the source were taken, its
+columns, and so on. Resuming and appending start from there.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from h5async.system.interruptions import suppressing
 
 ABOUT = "h5async-pack"  # an attribute of the file: JSON
 VERSION = 1
-_REFERENCES = 1024  # elements of variable length in a chunk
+_REFERENCES = 1024  # variable-length elements per chunk
 
 
 def appender(file: h5py.File, column: Column, writer: ChunkWriter, count: int) -> Appender:
-    """Return what appends to the dataset of a column, which has `count` samples."""
+    """Return an appender to the dataset of a column, which has `count` samples."""
     forms = {"array": _ChunkAppender, "varying": _VaryingAppender, "codes": _CodesAppender}
     return forms.get(column.form, Appender)(file[column.name], column, writer, count)
 
@@ -85,25 +85,25 @@ def create(file: h5py.File, column: Column) -> None:
 
 
 class Appender:
-    """Appends samples of any length to a dataset of a variable-length datatype."""
+    """Appends samples to a dataset of a variable-length datatype."""
 
     def __init__(self, node: Any, column: Column, writer: ChunkWriter, count: int) -> None:
         self._out, self.count = writer.open(node), count
 
     def append(self, values: Values) -> None:
-        """Append values that fit the column."""
+        """Append values, as `schema.fitted` returns them."""
         nbytes, several = nbytes_of(values), np.empty(len(values), object)
-        for number, one in enumerate(values):  # (NumPy would make a matrix of equal lengths)
+        for number, one in enumerate(values):  # (NumPy would turn equal lengths into a matrix)
             several[number] = one
         self._out.write((self.count,), several, nbytes)
         self.count += len(several)
 
     def flush(self) -> None:
-        """Write what is kept."""
+        """Write the rows that are kept."""
 
 
 class _VaryingAppender(Appender):
-    """Appends arrays of any length, which HDF5 copies from where they are."""
+    """Appends arrays of any length; HDF5 copies them directly from their memory."""
 
     def append(self, values: Values) -> None:
         assert isinstance(values, list)
@@ -120,7 +120,7 @@ class _ChunkAppender(Appender):
         self._filled = count % len(self._kept)
         if self._filled:
             for entry in filters_of(node.id.get_create_plist()):
-                is_known_to_hdf5(entry)  # also by a plugin, which this imports
+                is_known_to_hdf5(entry)  # imports the plugin that HDF5 needs to read the rows
             self._kept[: self._filled] = node[count - self._filled : count]
 
     def append(self, values: Values) -> None:
@@ -152,7 +152,7 @@ class _ChunkAppender(Appender):
 
 
 class _CodesAppender(Appender):
-    """Appends categories: their codes, and names that are new."""
+    """Appends categories: their codes, and the names of new ones."""
 
     def __init__(self, node: h5py.Group, column: Column, writer: ChunkWriter, count: int) -> None:
         self.count = count
@@ -178,9 +178,9 @@ class _CodesAppender(Appender):
 
 
 class Written(NamedTuple):
-    """A file that is whole: its samples and bytes, as `PackedFile` counts them, and its columns.
+    """A complete file: its samples and bytes, as `PackedFile` counts them, and its columns.
 
-    `stored` says how they are stored, in words; `datasets` are the paths of their datasets.
+    `stored` tells how columns are stored, in words; `datasets` are the paths of their datasets.
     """
 
     path: Path
@@ -193,12 +193,12 @@ class Written(NamedTuple):
 
 
 class PackedFile:
-    """A file that samples of a source are packed into.
+    """A file into which the samples of a source are packed.
 
-    `taken` samples of the source were taken, with the `bad` ones: names, and why they were left
-    out. The file has `count` samples, of `nbytes` bytes before they are compressed. `encoded` are
-    the columns of encoded samples, and their kinds; None if not known yet. If it `is_finished`, all
-    was there before.
+    `taken` is the number of source samples processed, including those in `bad`: the names of
+    skipped samples, and why. The file has `count` samples of `nbytes` bytes before compression.
+    `encoded` maps the columns of encoded samples to their kinds; None if not known yet. If
+    `is_finished`, the file was already complete.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class PackedFile:
         self._opened = ExitStack()
 
     def __enter__(self) -> PackedFile:
-        """Open the file, or go on with it."""
+        """Create the file, or open it to continue."""
         with self._opened as opened:
             if not self.is_finished:
                 self._open(opened)
@@ -233,7 +233,7 @@ class PackedFile:
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        """Close it; what is not finished can be gone on with."""
+        """Close the file; an unfinished one can be resumed."""
         self._opened.__exit__(*raised)
 
     def _open(self, opened: ExitStack) -> None:
@@ -252,7 +252,7 @@ class PackedFile:
         self._writer, file = opened.enter_context(writer), self._safe.file
         if ABOUT in file.attrs:
             self._read_about(file)
-            if options.append and self._safe.state is None:  # these are of what was packed before
+            if options.append and self._safe.state is None:  # these counted earlier sources
                 self.taken, self.bad, self.converted = 0, [], 0
             self._appenders = {
                 name: appender(file, column, writer, self.count)
@@ -262,7 +262,7 @@ class PackedFile:
             raise ConfigError(f"{path} was not made by pack, which only appends to its own files")
 
     def _was_finished(self) -> bool:
-        """Return whether the file has all of these samples; read what it says of itself."""
+        """Return whether the file already has all of these samples; read its description."""
         with suppressing(OSError, KeyError), h5py.File(self.path) as file:
             about = self._read_about(file)
             return bool(about["digest"] == self._digest and about["is_whole"])
@@ -280,7 +280,7 @@ class PackedFile:
 
     @property
     def written(self) -> Written:
-        """What is known of the file once it is whole."""
+        """The description of the complete file."""
         stored = {name: column.text for name, column in self._columns.items()}
         paths = {"/".join(filter(None, n.split("/"))): c for n, c in self._columns.items()}
         datasets = [f"{path}/codes" if c.form == "codes" else path for path, c in paths.items()]
@@ -288,13 +288,13 @@ class PackedFile:
         return Written(*found)
 
     def add(self, block: Block) -> None:
-        """Append a block of samples, and commit now and then."""
+        """Append a block of samples, and commit if it is due."""
         for place, reason in sorted(block.bad.items()):
             where = block.names[place] if block.names else f"sample {self.taken + place:,}"
             if self._options.on_error == "raise":
                 raise ReadError(
-                    f"{where} cannot be packed: {reason}; mend or remove it, or leave out such"
-                    f" samples by {named('on_error', 'skip')}"
+                    f"{where} cannot be packed: {reason}; fix or remove it, or skip such samples"
+                    f" with {named('on_error', 'skip')}"
                 )
             self.bad.append((where, reason))
         if block.kept:
@@ -325,7 +325,7 @@ class PackedFile:
         if block.columns.keys() != self._columns.keys():
             odd = sorted(block.columns.keys() ^ self._columns.keys())
             raise DatasetError(
-                f"samples from {self.taken:,} on do not have the columns of those before: only some"
+                f"samples from {self.taken:,} on have other columns than those before: only some"
                 f' have "{odd[0]}"'
             )
         for name, column in self._columns.items():
@@ -333,7 +333,7 @@ class PackedFile:
             if units != before:
                 raise DatasetError(
                     f'samples from {self.taken:,} on: column "{name}" has the units'
-                    f' "{units}", and "{before}" before; convert its values'
+                    f' "{units}", but "{before}" before; convert its values'
                 )
             values = fitted(column, block.columns[name], self.taken)
             if self._classes.get(name) and isinstance(values, np.ndarray):
@@ -342,13 +342,13 @@ class PackedFile:
         self.count += block.kept
 
     def _united(self, name: str) -> tuple[list[str], NDArray[Any]]:
-        """Return the classes of the file and the source, and the numbers of the latter's."""
+        """Return the union of the file's and the source's classes, and the source's codes in it."""
         own = self._source.classes.get(name, ())
         every = list(dict.fromkeys([*self._classes.get(name, ()), *own]))
         return every, np.array([every.index(one) for one in own], np.int64)
 
     def _flush(self, classes: Mapping[str, Sequence[str]] | None = None) -> None:
-        """Write what is kept, and what the file says of itself; with all classes if it is whole."""
+        """Write kept rows and the file's description, with all `classes` if it is complete."""
         for one in self._appenders.values():
             one.flush()
         about = {
@@ -368,7 +368,7 @@ class PackedFile:
         self._writer.call(partial(put, ABOUT, json.dumps(about)))
 
     def finish(self) -> None:
-        """Write what there is once, and give the file its name."""
+        """Write the datasets that exist once, and give the file its final name."""
         if not self.count:
             raise DatasetError(f"{self._source.name} has no samples that can be packed")
         several = (*self._classes, *self._source.classes)
@@ -382,7 +382,7 @@ class PackedFile:
 def put_once(
     file: h5py.File, once: Mapping[str, Iterable[Any]], classes: Mapping[str, Sequence[str]]
 ) -> None:
-    """Write datasets that a file has once, and names of classes, which are attributes, too."""
+    """Write the datasets that exist once per file, and class names, also as attributes."""
     for name, values in once.items():
         _put(file, name, values)
     for number, (name, several) in enumerate(classes.items()):

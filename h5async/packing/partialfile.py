@@ -1,8 +1,9 @@
-"""The file object that HDF5 writes a file through, of which a part is committed; and its journal.
+"""The file object through which HDF5 writes a partly committed file; and its journal.
 
-What is written behind the committed size goes to the file; what overwrites committed bytes is held
-in memory, and read back from there, until `apply`. It never raises into HDF5, whose state would be
-unknown then: after a failure, everything is held in memory, and nothing is written any more.
+Writes past the committed size go to the file; writes that overwrite committed bytes are held in
+memory, and read back from there, until `apply`. The file object never raises into HDF5, since that
+would leave HDF5 in an unknown state: after a failure, it holds all writes in memory, and writes
+nothing more to the file.
 
 A journal is a line of text with a digest of all that follows, a line of JSON, and the bytes of the
 pieces that a commit overwrites.
@@ -22,11 +23,11 @@ from typing import Any, NamedTuple
 
 from h5async.errors import DamagedError
 
-Piece = tuple[int, bytes | bytearray]  # where it begins, and its bytes
+Piece = tuple[int, bytes | bytearray]  # its offset in the file, and its bytes
 _FORMAT = b"h5async journal 1 "
 _ENDS_NBYTES = 1 << 16
 
-# Linux: has the system begin to write to the disk, so that a commit does not wait for all of it.
+# Linux: starts writing to the disk early, so that a commit does not have to wait for everything.
 _start_writing = getattr(ctypes.CDLL(None), "sync_file_range", None)
 _SYNC_FILE_RANGE_WRITE = 2
 _STARTED_NBYTES = 8 << 20
@@ -37,9 +38,9 @@ if _start_writing is not None:
 class PartialFile(io.RawIOBase):
     """A file whose descriptor is open for reading and writing.
 
-    The first `size` bytes are committed; for HDF5, it ends at `end`. `held_nbytes` are in memory,
-    and `written_nbytes` were written to the file since `apply`. The ranges `direct` are written to
-    the file although they are committed. `failure` is the first error, if there was any.
+    The first `size` bytes are committed; HDF5 sees a file that ends at `end`. `held_nbytes` are in
+    memory; `written_nbytes` have been written to the file since `apply`. Writes within the ranges
+    `direct` go to the file even if these are committed. `failure` is the first error, or None.
     """
 
     def __init__(self, file: io.FileIO) -> None:
@@ -50,11 +51,11 @@ class PartialFile(io.RawIOBase):
         self.failure: BaseException | None = None
         self._is_stopped = False
         self._position = 0
-        self._starts: list[int] = []  # of pieces in memory, ascending; they do not overlap
+        self._starts: list[int] = []  # offsets of pieces in memory, ascending, not overlapping
         self._held: list[bytearray] = []
 
     def begin(self, size: int, pieces: Sequence[Piece] = ()) -> None:
-        """Begin with a committed size, and pieces that are not yet in the file."""
+        """Start with a committed size, and pieces that are not in the file yet."""
         self.size = self.end = size
         if not size:
             os.ftruncate(self._descriptor, 0)
@@ -62,12 +63,12 @@ class PartialFile(io.RawIOBase):
             self._hold(offset, memoryview(data))
 
     def pieces(self, size: int) -> list[Piece]:
-        """Return what is held in memory of the first `size` bytes."""
+        """Return the pieces held in memory, cut at `size`."""
         held = zip(self._starts, self._held, strict=True)
         return [(at, data[: size - at]) for at, data in held if at < size]
 
     def apply(self) -> None:
-        """Write what is held in memory to the file, end it there, and hold nothing any more."""
+        """Write all held pieces to the file, truncate it at `end`, and forget the pieces."""
         for offset, data in self.pieces(self.end):
             self._write_file(offset, memoryview(data))
         os.ftruncate(self._descriptor, self.end)
@@ -75,30 +76,30 @@ class PartialFile(io.RawIOBase):
         self.size, self.held_nbytes, self.written_nbytes, self._started = self.end, 0, 0, 0
 
     def cut(self) -> None:
-        """Remove what was written behind the committed bytes."""
+        """Truncate the file to the committed bytes."""
         os.ftruncate(self._descriptor, self.size)
 
     def synchronize(self) -> None:
-        """Wait until everything that was written to the file is on the disk."""
+        """Wait until everything written to the file is on the disk."""
         os.fsync(self._descriptor)
 
     def stop(self) -> None:
-        """Write nothing to the file any more."""
+        """Stop writing to the file: hold all further writes in memory."""
         self._is_stopped = True
 
-    # What HDF5 calls.
+    # Called by HDF5.
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Go to a place."""
+        """Set the position."""
         self._position = offset + (0, self._position, self.end)[whence]
         return self._position
 
     def tell(self) -> int:
-        """Return the place."""
+        """Return the position."""
         return self._position
 
     def readinto(self, into: Any) -> int:
-        """Read bytes; those that were never written are zero."""
+        """Read bytes; bytes that were never written are zero."""
         view, offset = memoryview(into).cast("B"), self._position
         self._position = end = offset + len(view)
         try:
@@ -136,15 +137,15 @@ class PartialFile(io.RawIOBase):
         return len(view)
 
     def truncate(self, size: int | None = None) -> int:
-        """End the file at `size`; really, when this is applied."""
+        """Set the end to `size`; the file itself is truncated by `apply`."""
         self.end = self._position if size is None else size
         return self.end
 
     def flush(self) -> None:
-        """Do nothing: nothing waits to be written but what is held."""
+        """Do nothing: there is no buffer besides the held pieces."""
 
     def close(self) -> None:
-        """Close the descriptor, and with it release its lock. Idempotent."""
+        """Close the descriptor, which also releases its lock. Idempotent."""
         self._file.close()
         super().close()
 
@@ -162,7 +163,7 @@ class PartialFile(io.RawIOBase):
             _start_writing(self._descriptor, 0, 0, _SYNC_FILE_RANGE_WRITE)
 
     def _overlapping(self, begin: int, end: int) -> tuple[int, int]:
-        """Return which of the pieces in memory a range overlaps, as a range of their numbers."""
+        """Return the range of indices of the pieces in memory that overlap a range of bytes."""
         first = bisect_right(self._starts, begin)
         if first and self._starts[first - 1] + len(self._held[first - 1]) > begin:
             first -= 1
@@ -188,17 +189,17 @@ class PartialFile(io.RawIOBase):
 class Journal(NamedTuple):
     """A commit."""
 
-    digest: str  # what the file is made of
+    digest: str  # identifies what the file is made of
     size: int  # of the file
     state: Mapping[str, Any] | None
     is_finished: bool
-    fingerprint: str  # of the file, as it is after the commit
-    pieces: Sequence[Piece]  # which are to be written to the file
-    direct: Sequence[tuple[int, int]] = ()  # ranges that are written to whatever is committed
+    fingerprint: str  # of the file after the commit
+    pieces: Sequence[Piece]  # to write to the file
+    direct: Sequence[tuple[int, int]] = ()  # ranges written directly, even if committed
 
 
 def fingerprint(file: PartialFile) -> str:
-    """Return a digest of the first and last bytes of a file, but for those that may change."""
+    """Return a digest of the first and last bytes of a file, except in `direct` ranges."""
     found = hashlib.blake2b(digest_size=16)
     for begin in (0, max(0, file.end - _ENDS_NBYTES)):
         file.seek(begin)
@@ -213,7 +214,7 @@ def fingerprint(file: PartialFile) -> str:
 
 
 def write_journal(path: Path, journal: Journal) -> None:
-    """Replace the journal at a path by another, so that one of them is whole at any moment."""
+    """Atomically replace the journal at a path."""
     fields = journal._asdict()
     fields["pieces"] = [(offset, len(data)) for offset, data in journal.pieces]
     blocks = [json.dumps(fields).encode() + b"\n", *(data for _, data in journal.pieces)]
@@ -238,8 +239,8 @@ def read_journal(path: Path) -> Journal | None:
     head, _, rest = content.partition(b"\n")
     if head != _FORMAT + hashlib.blake2b(rest, digest_size=16).hexdigest().encode():
         raise DamagedError(
-            f"{path} is damaged, or no journal of h5async; without it, writing cannot be gone on "
-            "with: delete it, and what was written beside it, and begin anew",
+            f"{path} is damaged, or not an h5async journal, so writing cannot continue: delete "
+            "it and the unfinished file next to it, and start over",
             filename=str(path),
         )
     line, _, data = rest.partition(b"\n")
@@ -252,7 +253,7 @@ def read_journal(path: Path) -> Journal | None:
 
 
 def synchronize_folder(folder: Path) -> None:
-    """Wait until the names of files in a folder are on the disk."""
+    """Wait until a folder's entries are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -1,6 +1,6 @@
-"""Moves values of any datatype from file to file as HDF5 has them in memory, without conversion.
+"""Moves values of any datatype between files in HDF5's in-memory form, without conversion.
 
-References are the exception: they are made to refer to the same objects of the other file.
+Only references are converted, to refer to the same objects in the other file.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from h5async.index.hdf5 import hdf5_function
 
 _ID, _POINTER, _TEXT = ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p
 _REGION = 1  # H5R_DATASET_REGION
-HVL_NBYTES = 16  # hvl_t: a length, and a pointer
+HVL_NBYTES = 16  # hvl_t: a length and a pointer
 Bytes = NDArray[np.uint8]
 
 
 def call_hdf5(name: str, where: str, *arguments: Any, result: Any = ctypes.c_int) -> int:
-    """Call a function of HDF5 with integers, objects of h5py, bytes, or pointers.
+    """Call an HDF5 function with integers, h5py objects, bytes, or arrays to point to.
 
-    ReadError, beginning with `where`, if it fails.
+    Raises ReadError, with a message that begins with `where`, if it fails.
     """
     types, values = [], []
     for one in arguments:
@@ -42,7 +42,7 @@ def call_hdf5(name: str, where: str, *arguments: Any, result: Any = ctypes.c_int
     try:
         with h5py._objects.phil:
             found = function(*values)
-    except SystemError as error:  # an exception of a file object that HDF5 called
+    except SystemError as error:  # HDF5 called a Python file object, which raised
         raise error.__cause__ or error from None
     if found < 0:
         raise ReadError(f"{where}: HDF5 failed ({name})")
@@ -50,9 +50,9 @@ def call_hdf5(name: str, where: str, *arguments: Any, result: Any = ctypes.c_int
 
 
 class RawValues(AbstractContextManager["RawValues"]):
-    """Memory for `count` elements of a datatype; `bytes` are uint8 (count, bytes of an element).
+    """Memory for `count` elements of a datatype; `bytes` is uint8 (count, bytes per element).
 
-    What HDF5 allocates for elements of variable length is freed on exit.
+    Memory that HDF5 allocates for variable-length elements is freed on exit.
     """
 
     def __init__(self, kind: h5t.TypeID, count: int, where: str) -> None:
@@ -65,16 +65,16 @@ class RawValues(AbstractContextManager["RawValues"]):
             call_hdf5("H5Treclaim", self.where, self.kind, space, 0, self.bytes)
 
     def read(self, dataset: h5d.DatasetID, memory: h5s.SpaceID, selected: h5s.SpaceID) -> None:
-        """Read the selected elements of a dataset to those selected in `memory`."""
+        """Read the elements selected in a dataset into those selected in `memory`."""
         call_hdf5("H5Dread", self.where, dataset, self.kind, memory, selected, 0, self.bytes)
 
     def write(self, dataset: h5d.DatasetID, memory: h5s.SpaceID, selected: h5s.SpaceID) -> None:
-        """Write elements selected in `memory` to the selected ones of a dataset."""
+        """Write the elements selected in `memory` to those selected in a dataset."""
         call_hdf5("H5Dwrite", self.where, dataset, self.kind, memory, selected, 0, self.bytes)
 
 
 def write_raw(dataset: h5d.DatasetID, offset: tuple[int, ...], values: NDArray[Any]) -> None:
-    """Write a block of elements of fixed size, as they are stored; `values` are of a void dtype."""
+    """Write a block of fixed-size elements in stored form; `values` has a void dtype."""
     memory, selected = h5s.create_simple(values.shape), dataset.get_space()
     selected.select_hyperslab(offset, values.shape)
     data = np.ascontiguousarray(values)
@@ -83,7 +83,7 @@ def write_raw(dataset: h5d.DatasetID, offset: tuple[int, ...], values: NDArray[A
 
 
 def raw_fill(dataset: h5d.DatasetID, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return the fill value of elements of fixed size, as they are stored; of a void dtype."""
+    """Return the fill value of fixed-size elements in stored form, with a void dtype."""
     fill, plist = np.zeros(1, dtype), dataset.get_create_plist()
     if plist.fill_value_defined() == h5d.FILL_VALUE_USER_DEFINED:
         call_hdf5("H5Pget_fill_value", "a fill value", plist, dataset.get_type(), fill)
@@ -97,7 +97,7 @@ def copy_attribute(
     references: References,
     where: str,
 ) -> None:
-    """Copy an attribute to an object of another file, where its datatype is `kind`."""
+    """Copy an attribute to an object in another file, where its datatype is `kind`."""
     stored, space = attribute.get_type(), attribute.get_space()
     plist = call_hdf5("H5Aget_create_plist", where, attribute, result=_ID)
     made = call_hdf5("H5Acreate2", where, target, attribute.name, kind, space, plist, 0, result=_ID)
@@ -113,16 +113,17 @@ def copy_attribute(
 
 
 class Twin(NamedTuple):
-    """The object of the other file that an object was copied to: its path and its address."""
+    """The copy of an object in the other file: its path and its address."""
 
     path: bytes
     address: int
 
 
 class References:
-    """Changes references to objects of one file to those of another; `twins` are by address.
+    """Converts references to a file's objects to refer to their copies in another file.
 
-    References to anything else become null, as those of a removed object are.
+    `twins` maps addresses of objects to their copies. References to anything else become null, like
+    those to a removed object.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class References:
                     self._of_references(part, found, values.where)
 
     def are_same(self, one: RawValues, other: RawValues) -> bool:
-        """Tell whether values, whose references this changes, are those of the other file."""
+        """Return whether values of the two files are equal; changes the references in `one`."""
         self.change(one)
         return content(one.kind, one.bytes) == content(other.kind, other.bytes)
 
@@ -155,7 +156,7 @@ class References:
             raise DatasetError(f"{where}: references of a kind (H5T_STD_REF) that h5py lacks")
 
     def _of_region(self, reference: Bytes, where: str) -> Bytes:
-        """Return a reference to the same region of the dataset of the other file."""
+        """Return a reference to the same region of the dataset in the other file."""
         new = np.zeros_like(reference)
         if not reference.any():
             return new
@@ -173,9 +174,9 @@ class References:
 
 
 def parts_of(kind: h5t.TypeID, values: Bytes) -> Iterator[tuple[h5t.TypeID, Bytes]]:
-    """Yield the datatypes in elements (count, bytes of an element), each with its values, in place.
+    """Yield each datatype in elements (count, bytes per element) with a view of its values.
 
-    Elements of variable length are followed by what their pointers lead to.
+    Variable-length elements are followed by the values that their pointers lead to.
     """
     if isinstance(kind, h5t.TypeCompoundID):
         for i in range(kind.get_nmembers()):
@@ -198,7 +199,7 @@ def parts_of(kind: h5t.TypeID, values: Bytes) -> Iterator[tuple[h5t.TypeID, Byte
 
 
 def content(kind: h5t.TypeID, values: Bytes) -> bytes:
-    """Return the bytes of elements (count, bytes of one), with those that pointers lead to."""
+    """Return the bytes of elements (count, bytes per element), with their pointers followed."""
     if not has_pointers(kind):
         return values.tobytes()
     found = []
@@ -214,12 +215,12 @@ def content(kind: h5t.TypeID, values: Bytes) -> bytes:
 
 
 def has_references(kind: h5t.TypeID) -> bool:
-    """Return whether elements of a datatype are references, or hold some."""
+    """Return whether elements of a datatype are or contain references."""
     return bool(kind.detect_class(h5t.REFERENCE))
 
 
 def has_pointers(kind: h5t.TypeID) -> bool:
-    """Return whether elements of a datatype are of variable length, or hold some that are."""
+    """Return whether elements of a datatype are or contain variable-length data."""
     if isinstance(kind, h5t.TypeStringID):
         return bool(kind.is_variable_str())
     if isinstance(kind, h5t.TypeCompoundID):

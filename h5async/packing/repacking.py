@@ -1,4 +1,4 @@
-"""Writes HDF5 files anew: files enter; one with other chunks, filters or samples leaves."""
+"""Rewrites HDF5 files: open files enter; one file with new chunks, filters or samples leaves."""
 
 from __future__ import annotations
 
@@ -50,22 +50,22 @@ from h5async.packing.writeoptions import RepackOptions
 from h5async.spelling import name_text, named
 from h5async.system.resources import free_memory
 
-_LEAST_NBYTES = 1 << 10  # smaller datasets stay as they are, unless they are named
-_MEMORY_NBYTES, _MEMORY_SHARE = 1 << 30, 4  # by default: this, or the free memory divided by that
+_LEAST_NBYTES = 1 << 10  # smaller datasets stay unchanged unless an option names them
+_MEMORY_NBYTES, _MEMORY_SHARE = 1 << 30, 4  # default memory: 1 GiB, at most 1/4 of free memory
 _LEAST_MEMORY_NBYTES = 8 << 20
-_CHUNK_NBYTES = 64 << 10  # of a dataset that had no chunks, and gets a filter
+_CHUNK_NBYTES = 64 << 10  # of a contiguous dataset that becomes chunked to be filtered
 Progress = Callable[[int, int], None]
 
 
 class Repacked(NamedTuple):
-    """The result of `repack`: the files written, and what became of datasets."""
+    """The result of `repack`: the files written, and what happened to each dataset."""
 
     paths: tuple[Path, ...]
     plan: Plan
 
 
 class Repacking:
-    """A repack of `files`, which are open: what is planned for each dataset of the first one."""
+    """A repack of open `files`: the plan for each dataset of the first file."""
 
     def __init__(self, files: Sequence[HDF5File], config: ReaderConfig, options: RepackOptions):
         self._files, self.config, self._options = files, config, options
@@ -73,13 +73,13 @@ class Repacking:
         memory = min(_MEMORY_NBYTES, free_memory()[0].nbytes // _MEMORY_SHARE)
         self.memory = max(_LEAST_MEMORY_NBYTES, options.memory or memory)
         self.rewrites: dict[str, Rewrite] = {}
-        self.whole: dict[str, NDArray[Any]] = {}  # small datasets that are written at once
+        self.whole: dict[str, NDArray[Any]] = {}  # values of small datasets, written in one go
         self._united = United()
-        self._long: list[ElementRows] = []  # rows of any length
+        self._long: list[ElementRows] = []  # ragged and sparse rows
         self._sampled: dict[str, RowSource] = {}
         self.selection = Selection(0, 1, 0)  # of samples
-        self._part: range | None = None  # of its positions
-        self._parts: Sequence[tuple[str, int]] = ()  # files that are joined, and their samples
+        self._part: range | None = None  # positions in the whole selection, if this is a shard
+        self._parts: Sequence[tuple[str, int]] = ()  # names and sample counts of joined files
         found = {
             name_text(entry.path).strip("/"): entry.node
             for entry in walk(files[0].id, self._leaves_out)
@@ -92,34 +92,34 @@ class Repacking:
 
     @property
     def _is_one(self) -> bool:
-        """Whether samples come from one file, and go to one."""
+        """Whether samples come from one file and go to one file."""
         return len(self._files) == 1 and self._options.shards is None
 
     @property
     def piece_nbytes(self) -> int:
-        """The most bytes of rows that are moved at a time: readers hold several."""
+        """The maximum bytes of rows moved at a time; readers hold several such pieces."""
         return max(1, self.memory // 8)
 
     def digest(self) -> str:
-        """Return what says what the new file is made of."""
+        """Return a digest of everything that determines the new file: sources and options."""
         names = [absolute_name(file.filename) for file in self._files]
-        # (Each node has its own number for the device of a network file system.)
+        # (Without the device number, which differs between nodes for a network file system.)
         stamps, part = [stamp[1:4] for stamp in self._stamps], [repr(self._part), self._parts]
         content = [names, stamps, self._options.digested(), part]
         return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
 
     def require_unchanged(self) -> None:
-        """Raise `ReadError` if a file was changed since it was opened."""
+        """Raise `ReadError` if a file has changed since it was opened."""
         for file, stamp in zip(self._files, self._stamps, strict=True):
             if not file.source.stamp().has_content_of(stamp):
                 raise ReadError(
-                    f"{file.filename} was changed while it was repacked; what was written is of no"
-                    " use: begin anew",
+                    f"{file.filename} was changed while it was being repacked, so the output is"
+                    " unusable; start over",
                     filename=file.filename,
                 )
 
     def _require_named(self) -> None:
-        """Raise an error if an option names a dataset that is not there."""
+        """Raise `DatasetError` if an option names a dataset that does not exist."""
         options = self._options
         for name in ("fields", "chunks", "dtype", "encode", "offsets"):
             for path in getattr(options, name) or ():
@@ -162,7 +162,7 @@ class Repacking:
         counts = {rows.offsets: sum(rows.counts) for rows in self._long}
         if len({tuple(rows.counts) for rows in self._long}) > 1:
             raise DatasetError(
-                f"{self._files[0].filename}: differing numbers of samples of any length: {counts}"
+                f"{self._files[0].filename}: different numbers of ragged or sparse rows: {counts}"
             )
         of_long = {path for rows in self._long for path in (*rows.parts, rows.offsets)}
         rows_of = [p for p in with_rows.keys() - of_long if may_have_samples(self._files[0], p)]
@@ -185,7 +185,7 @@ class Repacking:
             self._add(path, source, selection, is_chosen=is_chosen)
 
     def parts(self, nbytes: int) -> list[Repacking]:
-        """Return repacks of some of the samples each, of about so many bytes, in whole chunks."""
+        """Return repacks that write whole chunks of samples each, of about `nbytes` bytes."""
         size, total = self.selection.size, max(1, self.nbytes)
         largest = max(self.rewrites.values(), key=lambda one: one.nbytes)
         unit = largest.chunks[largest.axis] if largest.chunks and not self._long else 1
@@ -201,15 +201,15 @@ class Repacking:
         return found
 
     def joined(self, parts: Sequence[tuple[str, int]], paths: Iterable[str] = ()) -> Repacking:
-        """Return what writes all objects, and virtual datasets of the samples in other files.
+        """Return a repack that copies all objects, and maps samples from other files virtually.
 
-        `parts` are their names and numbers of samples; `paths` are datasets of samples, beside
-        those that would be rewritten.
+        `parts` are the names and sample counts of those files; `paths` are datasets of samples in
+        addition to those that would be rewritten.
         """
         if self._long:
             raise ConfigError(
-                "rows of any length (sparse or ragged) of several files are no virtual dataset;"
-                f" have them joined by a saved index, whose name ends in {INDEX_SUFFIX}"
+                "sparse and ragged rows of several files cannot form a virtual dataset; join the"
+                f" files with a saved index: an output whose name ends in {INDEX_SUFFIX}"
             )
         found = copy(self)
         more = {path: self.copying(path) for path in paths if self.datasets[path].rank}
@@ -218,7 +218,7 @@ class Repacking:
 
     @property
     def nbytes(self) -> int:
-        """Decoded bytes of all values that are written anew."""
+        """Decoded bytes of all rewritten values."""
         return sum(one.nbytes for one in self.rewrites.values())
 
     def _is_named(self, path: str) -> bool:
@@ -230,7 +230,7 @@ class Repacking:
     ) -> dict[str, RowSource]:
         """Return the datasets whose rows are samples.
 
-        They have as many as those that are chosen, or as the largest dataset.
+        The number of samples is that of the chosen datasets or, by default, of the largest one.
         """
         axis = self._options.num_dim
         sizes = {p: int(np.prod(o.shape)) * o.get_type().get_size() for p, o in with_rows.items()}
@@ -251,31 +251,29 @@ class Repacking:
                 if path in chosen:
                     raise DatasetError(
                         f'{self._files[0].filename}: dataset "{path}" has {one.shape[axis]:,}'
-                        f' samples, and "{largest}" has {counts[0]:,}; name datasets with as many'
+                        f' samples, but "{largest}" has {counts[0]:,}; name datasets with the same'
+                        " number of samples"
                     )
                 continue
             source = self._source(path, axis)
             if source.counts != counts:
                 raise DatasetError(
-                    f'dataset "{path}" and "{largest}" have differing numbers of samples in some'
+                    f'datasets "{path}" and "{largest}" have different numbers of samples in some'
                     f" files: {source.counts} and {counts}"
                 )
             if not self._is_one and has_references(source.kind):
-                raise DatasetError(
-                    f"{source.where}: references cannot be joined with those of others"
-                )
+                raise DatasetError(f"{source.where}: references cannot be joined across files")
             found[path] = source
         return found
 
     def _source(self, path: str, axis: int) -> RowSource:
-        """Return the rows of a dataset of all files."""
         return RowSource(self._files, path, axis, self._united.maps.get(path))
 
     def _selection(self, sampled: Mapping[str, RowSource]) -> Selection:
-        """Return the samples to write, in their order."""
+        """Return the samples to write, in order."""
         if self._long and not self._united.columns:
             count, field = sum(self._long[0].counts), self._long[0].field
-        else:  # (of differing columns, a reader takes chosen ones alone)
+        else:  # (files with different columns can only be read with chosen columns)
             source = max(sampled.values(), key=lambda one: (one.is_plain, one.row_nbytes))
             count, field = int(source.starts[-1]), Field(source.path, num_dim=source.axis)
         if not self._options.selects:
@@ -289,7 +287,7 @@ class Repacking:
         return Selection.of_numbers(samplings.at((0, 1)).samples(0, 0, size))
 
     def _add(self, path: str, source: RowSource, selection: Selection, *, is_chosen: bool) -> None:
-        """Plan what becomes of a dataset, unless it stays as it is."""
+        """Plan the rewrite of a dataset, unless it stays unchanged."""
         options, axis, first = self._options, source.axis, source.first
         shape = (*first.extents[:axis], selection.size, *first.extents[axis + 1 :])
         dtype = options.dtype.get(path)
@@ -341,7 +339,7 @@ class Repacking:
         )
 
     def copying(self, path: str) -> Rewrite:
-        """Return the plan for a dataset that stays as it is, and has dimensions."""
+        """Return the plan for copying a non-scalar dataset unchanged."""
         source = RowSource(self._files[:1], path, 0)
         first = source.first
         return Rewrite(
@@ -349,7 +347,7 @@ class Repacking:
         )
 
     def verify(self, path: Path) -> None:
-        """Compare the new file with its sources; raise `WriteError` if it differs."""
+        """Compare the new file with its sources; raise `WriteError` if they differ."""
         with open_index(path) as target:
             for where in self._differences(target, self.objects(target.id, path)):
                 raise WriteError(
@@ -359,7 +357,7 @@ class Repacking:
                 )
 
     def _differences(self, target: HDF5File, objects: ObjectCopy) -> Iterator[str]:
-        """Yield what differs in the new file."""
+        """Yield the names of everything that differs in the new file."""
         yield from objects.differences(self._attributes)
         for name, dataset in self.datasets.items():
             rewrite = self.rewrites.get(name)
@@ -373,7 +371,7 @@ class Repacking:
                 yield from differences(rewrite, target, objects.references, nbytes, options)
 
     def plan(self) -> Plan:
-        """Return what will be done, for people."""
+        """Return a human-readable plan."""
         datasets = [
             Planned(path, one.how, one.shape, one.chunks, one.nbytes)
             for path, one in self.rewrites.items()
@@ -382,7 +380,7 @@ class Repacking:
 
     @property
     def reader_options(self) -> dict[str, Any]:
-        """The options of readers of rows."""
+        """The options for readers of rows."""
         return {
             "hdf5_path": self.config.files,
             "device": "cpu",
@@ -394,12 +392,12 @@ class Repacking:
         }
 
     def replaces(self, path: Path) -> bool:
-        """Tell whether the new file takes the place of a source."""
+        """Return whether the new file replaces a source."""
         names = [str(file.filename) for file in self._files if not far_names([file.filename])]
         return path.exists() and any(path.samefile(name) for name in names)
 
     def write(self, path: Path, progress: Progress | None) -> bool:
-        """Write the new file; return False if it was finished before."""
+        """Write the new file; return False if it had already been finished."""
         options, first = self._options, self._files[0]
         is_in_place = self.replaces(path)
         may_go_on = options.resume or (self._part is not None and not options.overwrite)
@@ -424,7 +422,7 @@ class Repacking:
         return True
 
     def _leaves_out(self, path: bytes, node: Any) -> bool:
-        """Tell whether an object is left out, because it neither is nor has a wanted field."""
+        """Return whether an object is left out: it neither is nor contains a wanted field."""
         name = name_text(path).strip("/")
         if self._united.leaves_out(name):
             return True
@@ -434,14 +432,14 @@ class Repacking:
         return not any(f"{field}/".startswith(f"{name}/") for field in fields)
 
     def objects(self, target: h5f.FileID, path: Path) -> ObjectCopy:
-        """Return what copies the objects to the new file."""
+        """Return the copier of the objects to the new file."""
         first = self._files[0]
         names = Path(first.filename), path
         return ObjectCopy(first.id, target, names, self._making, self._leaves_out)
 
     @property
     def _attributes(self) -> dict[str, dict[str, Any]]:
-        """The attributes of objects that change."""
+        """The attributes that change, by the paths of their objects."""
         shapes = {
             rows.path: {"shape": np.array([len(self.whole[rows.offsets]) - 1, rows.columns])}
             for rows in self._long
@@ -451,14 +449,14 @@ class Repacking:
         return {**self._united.attributes, **shapes, **images}
 
     def _write_whole(self, file: h5py.File) -> None:
-        """Write small datasets, and attributes that change."""
+        """Write the small datasets and the attributes that change."""
         for path, values in self.whole.items():
             file[path][...] = values
         for path, attributes in self._attributes.items():
             attrs = file[path].attrs
             for name, value in attributes.items():
                 before = attrs.get_id(name).dtype if name in attrs else None
-                is_text = before is not None and before.kind == "S"  # others may be longer
+                is_text = before is not None and before.kind == "S"  # new strings may be longer
                 attrs.create(name, value, dtype=None if is_text else before)
 
     def _making(self, path: bytes, dataset: h5d.DatasetID) -> Any:
@@ -473,7 +471,7 @@ class Repacking:
     def _move(
         self, copy: ObjectCopy, writer: ChunkWriter, safe: SafeFile, progress: Progress | None
     ) -> Iterator[int]:
-        """Move the values of all datasets; yield the number of pieces that are done."""
+        """Move the values of all datasets; yield the number of finished pieces after each."""
         assert safe.state is not None
         skipped, done, moved = int(safe.state["done"]), 0, 0
         rewrites = {p: self.rewrites.get(p) or self.copying(p) for p in safe.state["missing"]}

@@ -1,7 +1,7 @@
-"""Plans how a dataset is written anew, moves its values to the new file, and compares them.
+"""Plans how a dataset is rewritten, moves its values to the new file, and compares them.
 
-Chunks about which nothing changes are copied as they are stored. Other rows are read in blocks, and
-written as chunks that threads encode.
+Stored chunks that stay the same are copied without decoding. All other rows are read in blocks and
+written as chunks, which threads encode.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from h5async.packing.rawvalues import Bytes, RawValues, References, call_hdf5, h
 from h5async.packing.rowsource import Block, Extents, RowSource
 from h5async.spelling import named
 
-_BLOCK_NBYTES = 16 << 20  # of rows in order: more would be no faster
-_NARROW_NBYTES, _LEAST_CHUNK_NBYTES = 1 << 10, 16 << 10  # of rows, and of a chunk of such
-_REFERENCES = 1024  # elements of variable length in a chunk
-_MOST_ROWS = 1 << 20  # of a block: readers plan each
+_BLOCK_NBYTES = 16 << 20  # of rows in order: larger blocks are no faster
+_NARROW_NBYTES, _LEAST_CHUNK_NBYTES = 1 << 10, 16 << 10  # smaller rows get chunks this large
+_REFERENCES = 1024  # variable-length elements per chunk
+_MOST_ROWS = 1 << 20  # per block: readers plan each row
 _ALL_FILTERS = 0  # H5Z_FILTER_ALL
-_COPIED_NBYTES = 8 << 20  # stored chunks that are read and written at a time
+_COPIED_NBYTES = 8 << 20  # of stored chunks read and written at a time
 
 
 class Run(NamedTuple):
-    """Rows of the target: the stored chunks of these are copied (`is_copied`), or cut anew."""
+    """Rows of the target whose stored chunks are copied (`is_copied`) or cut into new chunks."""
 
     begin: int
     stop: int
@@ -50,7 +50,7 @@ class Run(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """What becomes of a dataset: how its values are moved, its chunks, its decoded bytes."""
+    """The planned form of a dataset: how its values are moved, its chunks, its decoded bytes."""
 
     path: str
     how: str
@@ -62,7 +62,7 @@ class Planned(NamedTuple):
 class Plan(NamedTuple):
     """What `repack` will do: the datasets that change, and the bytes of rows in memory.
 
-    `left_out` are the paths of objects that are not in the new file, and why.
+    `left_out` maps the paths of objects that are not in the new file to the reasons.
     """
 
     datasets: tuple[Planned, ...]
@@ -72,10 +72,10 @@ class Plan(NamedTuple):
 
 @dataclass(frozen=True)
 class Rewrite:
-    """What becomes of a dataset: `rows` of it, in other chunks, with other filters or values.
+    """The rewrite of a dataset: selected rows, with new chunks, filters or values.
 
-    `chunks` is empty for a dataset without; `filters` is None if they stay; `dtype` is None if the
-    datatype does. Rows with an `encoding` are images, which become elements of variable length.
+    `chunks` is empty for a contiguous dataset. `filters` and `dtype` are None if they stay the
+    same. Rows with an `encoding` are images, which become variable-length elements.
     """
 
     source: RowSource
@@ -93,7 +93,7 @@ class Rewrite:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element of the target, as stored."""
+        """Bytes of an element as stored in the target."""
         return self.source.itemsize if self.dtype is None else self.dtype.itemsize
 
     @property
@@ -103,12 +103,12 @@ class Rewrite:
 
     @property
     def is_by_hdf5(self) -> bool:
-        """Whether HDF5 reads and writes elements, which it alone understands."""
+        """Whether HDF5 must read and write the elements: only it can follow their pointers."""
         return has_pointers(self.source.kind)
 
     @property
     def how(self) -> str:
-        """How values are moved, for people."""
+        """How values are moved, in words."""
         if self.encoding:
             return f"encoded as {self.encoding}"
         copied = sum(run.stop - run.begin for run in self.runs() if run.is_copied)
@@ -119,7 +119,7 @@ class Rewrite:
         return ("cut into other chunks" if self.chunks else "values are copied") + kept
 
     def nbytes_of(self, piece: Run | Block) -> int:
-        """Return the decoded bytes of some rows."""
+        """Return the decoded bytes of a piece."""
         share = (piece.stop - piece.begin) / max(1, self.shape[self.axis])
         if isinstance(piece, Block):
             others = [d for d in range(len(self.shape)) if d != self.axis]
@@ -128,24 +128,24 @@ class Rewrite:
 
     @property
     def keeps_chunks(self) -> bool:
-        """Whether chunks of the same rows are the same bytes."""
+        """Whether chunks of the same rows are stored as the same bytes."""
         is_same = bool(self.chunks) and self.chunks == self.source.first.chunks
         return is_same and self.filters is None and self.dtype is None
 
     def require_lossless(self) -> None:
-        """Raise `DatasetError` if a filter that stays would change values once more."""
+        """Raise `DatasetError` if a lossy filter that is kept would change values again."""
         if not self.chunks or self.filters is not None:
             return
         lossy = [entry for entry in filters_of(self.source.first.plist) if is_lossy(entry)]
         if lossy and not all(run.is_copied for run in self.runs()):
             raise DatasetError(
-                f"{self.source.where}: its filter {lossy[0].label} does not keep values exactly,"
-                " and would change them again in other chunks; choose another one:"
+                f"{self.source.where}: its filter {lossy[0].label} is lossy, and would change"
+                " values again when they are cut into other chunks; choose another filter:"
                 f" {named('filter', 'lzf')}"
             )
 
     def making(self) -> Making:
-        """Return how the target is made."""
+        """Return how to create the target."""
         if self.encoding:
             plist, count = h5p.create(h5p.DATASET_CREATE), self.shape[0]
             plist.set_chunk((max(1, min(count, _REFERENCES)),))
@@ -158,19 +158,19 @@ class Rewrite:
         if not self.chunks:
             most = list(self.shape)
         space = h5s.create_simple(self.shape, tuple(most))
-        # (A virtual dataset has no storage until its sources are open.)
+        # (The storage size of a virtual dataset is 0 until its sources are open.)
         is_stored = is_outside(first.id) or first.id.get_storage_size() > 0
         has_values = is_stored or len(self.source.datasets) > 1
         return Making(space, self._kind, self._properties(first), has_values, self.keeps_chunks)
 
     @property
     def _kind(self) -> h5t.TypeID | None:
-        """The datatype of the target; None if it stays."""
+        """The datatype of the target; None if it stays the same."""
         dtype = h5py.vlen_dtype(np.uint8) if self.encoding else self.dtype
         return None if dtype is None else h5t.py_create(dtype, logical=True)
 
     def making_joined(self, parts: Sequence[tuple[str, int]]) -> Making:
-        """Return how a virtual dataset is made of files that have so many of the rows each."""
+        """Return how to create a virtual dataset from files, given as (name, number of rows)."""
         plist, axis, begin = h5p.create(h5p.DATASET_CREATE), self.axis, 0
         count = sum(rows for _, rows in parts)
         rest = () if self.encoding else self.shape[axis + 1 :]
@@ -188,7 +188,7 @@ class Rewrite:
 
     def _properties(self, first: Opened) -> h5p.PropDCID:
         plist, source = first.plist.copy(), self.source
-        if plist.get_external_count():  # which a list of properties cannot forget
+        if plist.get_external_count():  # external files cannot be removed from a property list
             plist = h5p.create(h5p.DATASET_CREATE)
             if first.plist.fill_value_defined() == h5d.FILL_VALUE_USER_DEFINED:
                 fill = np.zeros(source.itemsize, np.uint8)
@@ -197,13 +197,13 @@ class Rewrite:
         if not self.chunks:
             plist.set_layout(h5d.CONTIGUOUS)
             plist.set_alloc_time(h5d.ALLOC_TIME_EARLY if self.nbytes else h5d.ALLOC_TIME_LATE)
-        elif self.chunks != first.chunks or self.dtype is not None:  # (it knows the size, too)
+        elif self.chunks != first.chunks or self.dtype is not None:  # (it has the element size)
             plist.set_chunk(self.chunks)
         if not self.chunks or self.filters is not None:
             if plist.get_nfilters():
                 plist.remove_filter(_ALL_FILTERS)
             filters = self.filters or ()
-            if self.is_by_hdf5:  # which does not tell blosc the size of elements: it crashes
+            if self.is_by_hdf5:  # blosc crashes: HDF5 does not pass it the element size
                 filters = tuple(one for one in filters if one.number not in (BLOSC, BLOSC2))
             set_filters(plist, filters)
         return plist
@@ -223,7 +223,7 @@ class Rewrite:
         ]
 
     def source_chunks(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Return the first sample of the stored chunks that each row of chunks is, or -1."""
+        """Return the first sample of each row of target chunks that is stored as is; else -1."""
         rows, count, source = self.chunks[self.axis], self.shape[self.axis], self.source
         begins = np.arange(0, count, rows)
         stops = np.minimum(begins + rows, count)
@@ -239,7 +239,7 @@ class Rewrite:
         return np.where(found, first, -1)
 
     def blocks(self, run: Run, most_nbytes: int) -> list[Block]:
-        """Cut a run into blocks of whole chunks of the target, of `most_nbytes` if possible."""
+        """Cut a run into blocks of whole target chunks, of at most `most_nbytes` if possible."""
         shape, axis, first = self.shape, self.axis, self.source.first
         unit = self.chunks or ((1, *shape[1:]) if self.encoding else (1,) * len(shape))
         largest = max(self.itemsize, self.source.itemsize)
@@ -268,7 +268,7 @@ class Rewrite:
 
 
 def _tiles(shape: Extents, sizes: list[int], axis: int) -> Iterator[tuple[Extents, Extents]]:
-    """Yield corners and sizes of the parts of all dimensions but `axis`, which is left whole."""
+    """Yield the corners and sizes of tiles of all dimensions except `axis`, which is not cut."""
     cut = tuple(max(1, shape[d] if d == axis else n) for d, n in enumerate(sizes))
     for cell in np.ndindex(grid_of(shape, cut)):
         corner = tuple(i * n for i, n in zip(cell, cut, strict=True))
@@ -277,7 +277,7 @@ def _tiles(shape: Extents, sizes: list[int], axis: int) -> Iterator[tuple[Extent
 
 
 def chunks_of_rows(shape: Extents, axis: int, rows: int, itemsize: int) -> Extents:
-    """Return chunks of so many rows; of narrow rows, a multiple that is worth a chunk."""
+    """Return the shape of chunks of `rows` rows; for narrow rows, a multiple of `rows`."""
     nbytes = max(1, math.prod(n for d, n in enumerate(shape) if d != axis) * itemsize)
     if nbytes < _NARROW_NBYTES and rows * nbytes < _LEAST_CHUNK_NBYTES:
         rows *= -(-_LEAST_CHUNK_NBYTES // (rows * nbytes))
@@ -285,7 +285,7 @@ def chunks_of_rows(shape: Extents, axis: int, rows: int, itemsize: int) -> Exten
 
 
 def pieces_of(rewrite: Rewrite, most_nbytes: int) -> list[Run | Block]:
-    """Return what is moved at a time: rows of stored chunks, or a block. The same every time."""
+    """Return the units to move: runs of stored chunks, or blocks. Deterministic, for resuming."""
     pieces: list[Run | Block] = []
     for run in rewrite.runs():
         if not run.is_copied:
@@ -300,7 +300,7 @@ def pieces_of(rewrite: Rewrite, most_nbytes: int) -> list[Run | Block]:
 
 
 class Transfer:
-    """Moves the values of one dataset to `target`, by a writer. `options` are those of readers."""
+    """Moves the values of one dataset to `target` through a writer. `options` are for readers."""
 
     def __init__(
         self,
@@ -315,7 +315,7 @@ class Transfer:
         self._objects, self._options = objects, dict(options)
 
     def move(self, pieces: Sequence[Run | Block]) -> Iterator[Run | Block]:
-        """Move pieces, in order; yield each as soon as the writer has it."""
+        """Move pieces in order; yield each once it has been given to the writer."""
         rewrite = self._rewrite
         for kind, several in itertools.groupby(pieces, type):
             move: Any = self._by_hdf5 if rewrite.is_by_hdf5 else self._cut
@@ -323,7 +323,6 @@ class Transfer:
             yield from move([*several])
 
     def _copy(self, runs: Sequence[Run]) -> Iterator[Run]:
-        """Copy stored chunks."""
         source, axis, chunks = self._source, self._rewrite.axis, self._rewrite.chunks
         writer, samples = self._dataset_writer(), self._rewrite.source_chunks()
         grid = grid_of(self._rewrite.shape, chunks)
@@ -342,7 +341,7 @@ class Transfer:
             yield run
 
     def _copy_chunks(self, writer: DatasetWriter, file: int, cells: Any, corners: Any) -> None:
-        """Copy chunks of a file, by their cells (rank, n), to corners in the target (n, rank)."""
+        """Copy chunks of a source, given by grid cells (rank, n), to target offsets (n, rank)."""
         assert self._source.tables is not None
         table, dataset = self._source.tables[file], self._source.datasets[file]
         grid = grid_of(dataset.extents, dataset.chunks)
@@ -350,7 +349,7 @@ class Transfer:
         corners, found = corners[found >= 0], found[found >= 0]
         ranges = table.offset[found].tolist(), table.nbytes[found].tolist()
         stored = self._source.files[file].source.get_ranges(*ranges)
-        # (That of chunks at edges that are not filtered says nothing.)
+        # (The mask in the table marks unfiltered edge chunks; it is not the one in the file.)
         is_raw_edge = table.filter_mask[found] == np.iinfo(np.uint32).max
         masks = np.where(is_raw_edge & dataset.edges_are_raw, 0, table.filter_mask[found]).tolist()
         writer.write_stored(list(zip(map(tuple, corners.tolist()), stored, masks, strict=True)))
@@ -359,7 +358,7 @@ class Transfer:
         return self._writer.open(self._target, np.dtype(f"V{self._rewrite.itemsize}"))
 
     def _by_hdf5(self, blocks: Sequence[Block]) -> Iterator[Block]:
-        """Have HDF5 read and write elements of variable length, or that refer to objects."""
+        """Have HDF5 read and write variable-length elements, with references changed."""
         axis = self._rewrite.axis
         for block in blocks:
             values = self._source.read(self._rewrite.selection, block)
@@ -376,7 +375,7 @@ class Transfer:
             values.write(self._target.id, memory, selected)
 
     def _cut(self, blocks: Sequence[Block]) -> Iterator[Block]:
-        """Read blocks, and have them encoded."""
+        """Read blocks and pass them to the writer, which cuts and encodes chunks."""
         rewrite, writer = self._rewrite, self._dataset_writer()
         stored = np.dtype(f"V{rewrite.itemsize}")
         arrays = self._source.blocks(rewrite.selection, blocks, rewrite.dtype, self._options)
@@ -387,7 +386,7 @@ class Transfer:
             yield block
 
     def _encode(self, blocks: Sequence[Block]) -> Iterator[Block]:
-        """Read images, and have them encoded."""
+        """Read images and have threads encode them."""
         writer, encoding = self._writer.open(self._target), self._rewrite.encoding
         arrays = self._source.blocks(self._rewrite.selection, blocks, None, self._options)
         for block, array in zip(blocks, arrays, strict=True):
@@ -407,7 +406,7 @@ def differences(
     nbytes: int,
     options: Mapping[str, Any],
 ) -> Iterator[str]:
-    """Yield what differs in a dataset of a finished file, read in blocks of about `nbytes`."""
+    """Yield the differences in a dataset of a finished file, read in blocks of about `nbytes`."""
     path = rewrite.source.path
     where, dataset = f'dataset "{path}"', target[path].id
     if (rewrite.shape[:1] if rewrite.encoding else rewrite.shape) != dataset.shape:
@@ -429,7 +428,7 @@ def differences(
     if rewrite.encoding:
         targets = (target[path][block.begin : block.stop] for block in blocks)
     for block, old, new in zip(blocks, sources, targets, strict=True):
-        if rewrite.encoding:  # the same pixels have the same bytes
+        if rewrite.encoding:  # encoding is deterministic: compare the encoded bytes
             images = np.array(old, order="C").view(np.uint8)
             is_same = all(map(np.array_equal, encoded_images(images, rewrite.encoding), new))
         else:
@@ -440,7 +439,7 @@ def differences(
 
 def _layout(plist: h5p.PropDCID) -> tuple[Any, ...]:
     chunks = plist.get_chunk() if plist.get_layout() == h5d.CHUNKED else ()
-    # (Levels are spelled; HDF5 adds to other parameters what it knows of the dataset.)
+    # (Compare filters as spelled, with levels: HDF5 adds parameters that depend on the dataset.)
     filters = filters_of(plist)
     return chunks, [one.number for one in filters], spell_filters(filters)
 

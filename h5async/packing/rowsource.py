@@ -1,7 +1,7 @@
-"""Reads rows of a dataset that one file has, or several, in any order, a block of them at a time.
+"""Reads rows of a dataset in one or several files, in any order, a block at a time.
 
-Rows of ordinary datatypes come from a reader, whose threads decode them; others from HDF5, in its
-own form.
+Rows of ordinary datatypes are read by an `AsyncReader`, whose threads decode them; others by HDF5,
+in its own in-memory form.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from h5async.packing.rawvalues import RawValues, has_pointers, raw_fill
 from h5async.reader.asyncreader import AsyncReader
 from h5async.spelling import name_bytes, name_text
 
-_BY_READER_NBYTES = 4 << 20  # of fewer bytes, HDF5 has read all before a reader is open
-_MOST_NUMBERS = 1 << 22  # of samples that a reader is given
-_OF_NUMBERS = ("units", "calendar", "scale_factor", "add_offset")  # attributes
+_BY_READER_NBYTES = 4 << 20  # HDF5 reads less than this before a reader is open
+_MOST_NUMBERS = 1 << 22  # sample numbers passed to one reader
+_OF_NUMBERS = ("units", "calendar", "scale_factor", "add_offset")  # attributes that give meaning
 Extents = tuple[int, ...]
 
 
 class Block(NamedTuple):
-    """Rows `begin` to `stop` of a dataset; of the other dimensions, a part that `corner` begins."""
+    """Rows `begin` to `stop` of a dataset; `corner` and `sizes` bound the other dimensions."""
 
     begin: int
     stop: int
@@ -45,18 +45,18 @@ class Block(NamedTuple):
     sizes: Extents
 
     def shape(self, axis: int) -> Extents:
-        """Return the extents of the block in a dataset whose dimension `axis` counts the rows."""
+        """Return the shape of the block in a dataset whose dimension `axis` counts the rows."""
         return (*self.sizes[:axis], self.stop - self.begin, *self.sizes[axis + 1 :])
 
     def offset(self, axis: int) -> Extents:
-        """Return where the block begins."""
+        """Return the offset of the block in the dataset."""
         return (*self.corner[:axis], self.begin, *self.corner[axis + 1 :])
 
 
 class RowSource:
-    """The rows of a dataset at `path`, along dimension `axis`, of all `files` together.
+    """The rows of the dataset at `path`, along dimension `axis`, in all `files` together.
 
-    `maps` are the new numbers for those in the dataset of each file; -1 stays.
+    `maps[i]` gives the new number for each number stored in file i; -1 stays -1.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class RowSource:
         self.starts = np.concatenate(([0], np.cumsum(self.counts, dtype=np.int64)))
         self._maps = None if maps is None else [np.append(one, -1) for one in maps]
         self.kind = self.first.type
-        if maps is not None:  # the numbers of all files fit
+        if maps is not None:  # choose a datatype that fits the numbers of all files
             self.kind = max((one.type for one in self.datasets), key=h5t.TypeID.get_size)
         self.itemsize = self.kind.get_size()
         self._is_of_one_type = len({one.encoded_type for one in self.datasets}) == 1
@@ -97,17 +97,17 @@ class RowSource:
 
     @property
     def where(self) -> str:
-        """What errors begin with."""
+        """The prefix for error messages."""
         return f'{self.files[0].filename}: dataset "{self.path}"'
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The dtype of elements; h5py raises any exception if there is none."""
+        """The dtype of elements; if there is none, h5py raises an exception of any type."""
         return describe(self.first.encoded_type).dtype
 
     @property
     def is_plain(self) -> bool:
-        """Whether a reader delivers the very bytes of elements, except their order."""
+        """Whether a reader delivers the stored bytes of elements, up to byte order."""
         if not self._is_of_one_type:
             return False
         try:
@@ -115,7 +115,8 @@ class RowSource:
         except Exception:  # h5py has no dtype for it
             return False
         base = found.unpacked[0]
-        changes = base.kind == "b" or base.fields or found.text  # bytes of bools, padding, ends
+        # Readers change the bytes of bools, the padding of compounds, and the ends of strings.
+        changes = base.kind == "b" or base.fields or found.text
         return found.is_numpys and not changes and not base.hasobject
 
     @property
@@ -139,7 +140,7 @@ class RowSource:
 
     @cached_property
     def tables(self) -> list[ChunkTable] | None:
-        """Where the chunks of each dataset are; None if they cannot be copied as they are."""
+        """The chunk table of each dataset; None if stored chunks cannot be copied."""
         if has_pointers(self.kind) or self._maps is not None or not self.is_stored_alike:
             return None
         try:
@@ -157,9 +158,9 @@ class RowSource:
         dtype: np.dtype[Any] | None,
         options: dict[str, Any],
     ) -> Iterator[NDArray[Any]]:
-        """Yield the values of blocks, as the file has them, or of another dtype.
+        """Yield the values of blocks, as stored or converted to `dtype`.
 
-        Rows are those at positions of the selection. An array is valid until the next one.
+        Row numbers are positions in the selection. An array is valid until the next one.
         """
         stored = dtype if self._maps is None else self.kind.dtype
         nbytes = sum(math.prod(one.shape(self.axis)) for one in blocks) * self.itemsize
@@ -175,7 +176,7 @@ class RowSource:
     def _mapped(
         self, selection: Selection, block: Block, old: NDArray[Any], dtype: np.dtype[Any]
     ) -> NDArray[Any]:
-        """Return the new numbers for old ones; DatasetError if there are none."""
+        """Return the new numbers for old ones; DatasetError if one is out of range."""
         _, which = self._samples(selection, block)
         new = np.zeros(len(which), dtype)
         for number, table in enumerate(self._maps or ()):
@@ -189,14 +190,13 @@ class RowSource:
         return new
 
     def _samples(self, selection: Selection, block: Block) -> tuple[Int64s, Int64s]:
-        """Return the samples of a block, of all files together, and the numbers of their files."""
+        """Return the samples of a block, counted over all files, and their files' numbers."""
         samples = selection.samples(np.arange(block.begin, block.stop))
         return samples, np.searchsorted(self.starts, samples, side="right") - 1
 
     def _by_hdf5(
         self, selection: Selection, blocks: Sequence[Block], dtype: np.dtype[Any] | None
     ) -> Iterator[NDArray[Any]]:
-        """Yield blocks that HDF5 reads."""
         for one in blocks:
             with self.read(selection, one) as values:
                 array = values.bytes.reshape(*one.shape(self.axis), self.itemsize)
@@ -212,7 +212,7 @@ class RowSource:
         dtype: np.dtype[Any] | None,
         options: dict[str, Any],
     ) -> Iterator[NDArray[Any]]:
-        """Yield blocks from readers: one for each run of them that covers the same columns."""
+        """Yield blocks from readers, one for each run of blocks that cover the same columns."""
         axis, shape = self.axis, self.first.extents
         most = blocks[-1].stop if selection.is_range and blocks else _MOST_NUMBERS
         for _, run in itertools.groupby(blocks, lambda one: (one.corner, one.begin // most)):
@@ -231,11 +231,11 @@ class RowSource:
             with AsyncReader(indices=samples, **reading) as reader:
                 for batch, one in zip(reader, several, strict=True):
                     assert batch.size == one.stop - one.begin
-                    # (In the byte order of the file, which batches do not have.)
+                    # (Converted to the byte order of the file: batches have the native one.)
                     yield np.moveaxis(batch[0].astype(stored, copy=False), 0, axis)
 
     def read(self, selection: Selection, block: Block) -> RawValues:
-        """Return the values of a block in HDF5's own form; read run by run of adjacent rows."""
+        """Return the values of a block in HDF5's own form, read in runs of adjacent rows."""
         shape, axis = block.shape(self.axis), self.axis
         values = RawValues(self.kind, math.prod(shape), self.where)
         samples, which = self._samples(selection, block)
@@ -254,14 +254,14 @@ class RowSource:
 
 
 def _numbered(selection: Selection, begin: int, stop: int) -> Any:
-    """Return the samples at positions, as a reader takes them."""
+    """Return the samples at positions, as the `indices` of a reader."""
     if selection.is_range and selection.step == 1:
         return slice(selection.start + begin, selection.start + stop)
     return selection.samples(np.arange(begin, stop))
 
 
 def _meaning(dataset: h5d.DatasetID) -> dict[str, str]:
-    """Return what attributes say of numbers, as NetCDF and pack have it."""
+    """Return the attributes that give numbers a meaning, in NetCDF and packed files."""
     attributes = h5py.Dataset(dataset).attrs
     found = {name: attributes[name] for name in _OF_NUMBERS if name in attributes}
     return {name: name_text(v) if isinstance(v, bytes) else str(v) for name, v in found.items()}

@@ -1,11 +1,11 @@
-"""An HDF5 file that is whole or absent, and goes on where it was stopped.
+"""An HDF5 file that is either complete or absent, and whose writing can resume after a crash.
 
-HDF5 writes through a file object (`PartialFile`) to ``OUT.partial``. What it writes behind the size
-of the last commit goes to the file at once. What it overwrites of what was committed, which is
-metadata, waits in memory, until a commit writes it to ``OUT.journal`` first and to the file then.
-So after a crash at any moment, the file is as it was at the last commit once the journal has been
-applied, again or for the first time, and it is cut to the size there. (A redo log, as databases
-have.) An existing file is appended to in the same way, in place.
+HDF5 writes through a file object (`PartialFile`) to ``OUT.partial``. Writes past the end of the
+last commit go straight to the file. Writes that overwrite committed bytes, which are metadata, are
+held in memory until a commit, which writes them first to ``OUT.journal`` and then to the file. So
+after a crash at any moment, applying the journal (again, if it had been) and truncating the file to
+the committed size restores the last commit. (This is a redo log, as in databases.) An existing file
+is appended to in the same way, in place.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ from h5async.spelling import named
 from h5async.system.interruptions import suppressing
 
 _COMMIT_NBYTES, _COMMIT_SECONDS, _MOST_HELD = 1 << 30, 5.0, 32 << 20
-# Chunk indexes that are read fast, of arrays instead of B-trees: HDF5 1.10 and later read them.
+# Fast chunk indexes, arrays instead of B-trees, which HDF5 1.10 and later can read.
 _FORMAT = ("v110", "latest")
-# With this superblock, HDF5 leaves no mark in a file that was not closed by which it refuses it.
+# Newer superblocks have a consistency flag: HDF5 would refuse to open a file that was not closed.
 _SUPERBLOCK = (h5py.h5f.LIBVER_V18, h5py.h5f.LIBVER_V18)
-_METADATA_BLOCK_NBYTES = 1 << 16  # so that metadata lie together
+_METADATA_BLOCK_NBYTES = 1 << 16  # keeps metadata together
 
 
 def is_begun(path: Path) -> bool:
-    """Return whether there is a file, whole or not."""
+    """Return whether a file exists, complete or partial."""
     return path.exists() or _beside(path, "partial").exists()
 
 
 class SafeFile(AbstractContextManager["SafeFile"]):
     """An HDF5 file that is being written. For one thread at a time.
 
-    It has its name, `path`, in the end; until then, it is ``PATH.partial``, with ``PATH.journal``.
-    To `resume` is to go on with a file whose writing was interrupted, if there is one, and the same
-    `digest` says what it is made of; to `overwrite`, to begin anew, whatever there is; to `append`,
-    to write to an existing file. A new one has the user block of `like`, an open file.
+    The file is ``PATH.partial``, with ``PATH.journal``, until it is finished and renamed to `path`.
+    `resume`: continue an interrupted file, if there is one; its `digest`, which identifies what the
+    file is made of, must be the same. `overwrite`: start over, whatever exists. `append`: write to
+    an existing file. A new file has the user block of `like`, an open file.
 
-    `file` is the open `h5py.File`; `state` is what the last `commit` was given, None if nothing is
-    committed. If it `is_finished`, it was finished before: there is no open `file`.
+    `file` is the open `h5py.File`; `state` is the argument of the last `commit`, None if nothing is
+    committed. If `is_finished`, the file was already complete, and there is no open `file`.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class SafeFile(AbstractContextManager["SafeFile"]):
         self._journal = _beside(self.path, "journal")
         self._raw: PartialFile | None = None
         self._committed_at = time.monotonic()
-        self._is_untouched = False  # an existing file, to which nothing is committed yet
+        self._is_untouched = False  # whether this is an existing file without commits so far
         try:
             self._open(resume, overwrite)
         except BaseException:
@@ -89,7 +89,7 @@ class SafeFile(AbstractContextManager["SafeFile"]):
 
     def _open(self, resume: bool, overwrite: bool) -> None:
         if not self._in_place and not self._partial.exists() and self.path.exists():
-            if resume:  # it was finished; maybe the journal was left
+            if resume:  # it was finished, but the journal may have been left
                 self._journal.unlink(missing_ok=True)
                 self.is_finished = True
                 return
@@ -98,7 +98,7 @@ class SafeFile(AbstractContextManager["SafeFile"]):
         raw = self._raw = PartialFile(self._lock())
         journal = None if overwrite else read_journal(self._journal)
         if journal is not None and self._in_place and journal.state is None:
-            self._take(raw, journal)  # nothing was appended: all of it is begun again
+            self._take(raw, journal)  # nothing was appended: start over
             journal = None
         is_begun = bool(raw.size) and not self._in_place and not overwrite
         if journal is None and not is_begun:
@@ -113,11 +113,11 @@ class SafeFile(AbstractContextManager["SafeFile"]):
             self.file = h5py.File(raw, "r+", libver=_FORMAT, meta_block_size=_METADATA_BLOCK_NBYTES)
 
     def _lock(self) -> FileIO:
-        """Open the file to write to, which only one writer may at a time."""
+        """Open and lock the file to write, so that there is only one writer."""
         with self._writing():
             flags = os.O_RDWR | os.O_CLOEXEC | (0 if self._in_place else os.O_CREAT)
             file = owned(os.open, self._partial, flags, 0o666)
-        with suppressing(OSError):  # it is locked, or a writer that has finished renames it
+        with suppressing(OSError):  # locked, or just renamed by a writer that has finished
             fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(file.fileno()), os.stat(self._partial)):
                 return file
@@ -142,7 +142,7 @@ class SafeFile(AbstractContextManager["SafeFile"]):
         access.set_fileobj_driver(h5py.h5fd.fileobj_driver, raw)
         access.set_libver_bounds(*_SUPERBLOCK)
         if self._like is None:
-            properties.set_obj_track_times(False)  # the same bytes at any time
+            properties.set_obj_track_times(False)  # for reproducible bytes
             h5py.h5f.create(b"new", h5py.h5f.ACC_TRUNC, properties, access).close()
             return
         root = self._like["/"].id.get_create_plist()
@@ -158,8 +158,8 @@ class SafeFile(AbstractContextManager["SafeFile"]):
     def _go_on(self, raw: PartialFile, journal: Journal) -> None:
         if journal.digest != self._digest:
             raise ConfigError(
-                f"{self._partial} was begun with other sources or options; give the same ones"
-                + ("" if self._in_place else f", or begin anew by {named('overwrite', True)}")
+                f"{self._partial} was started with other sources or options; give the same ones"
+                + ("" if self._in_place else f", or start over with {named('overwrite', True)}")
             )
         self._take(raw, journal)
         self.state = journal.state
@@ -169,20 +169,20 @@ class SafeFile(AbstractContextManager["SafeFile"]):
                 self._complete(raw)
 
     def _take(self, raw: PartialFile, journal: Journal) -> None:
-        """Bring a file to the state that its journal says."""
+        """Restore the state of a file from its journal."""
         raw.begin(journal.size, journal.pieces)
         raw.direct = list(journal.direct)
         if fingerprint(raw) != journal.fingerprint:
             remedy = "it" if self._in_place and journal.state is None else "both"
             raise DamagedError(
-                f"{self._journal} does not belong to {self._partial}, or others changed that;"
-                f" delete {remedy}, and begin anew",
+                f"{self._journal} does not belong to {self._partial}, or that file has changed;"
+                f" delete {remedy}, and start over",
                 filename=str(self._journal),
             )
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time to commit, by the time, and by what was written since."""
+        """Whether to commit, by the time and the bytes written since the last commit."""
         raw = self._raw
         return raw is not None and (
             raw.held_nbytes > _MOST_HELD
@@ -191,16 +191,16 @@ class SafeFile(AbstractContextManager["SafeFile"]):
         )
 
     def check(self) -> None:
-        """Raise the error with which writing has failed, if it has."""
+        """Raise the error if writing has failed."""
         with self._writing():
             if self._raw is not None and self._raw.failure is not None:
                 raise self._raw.failure
 
     def write_directly(self, dataset: h5py.Dataset) -> None:
-        """Let the values of a new contiguous dataset go to the file at once, whatever is committed.
+        """Let values of a new contiguous dataset go straight to the file, even to committed bytes.
 
         Its space must have been allocated early (``h5py.h5d.ALLOC_TIME_EARLY``). After an
-        interruption, those of its values are undefined of which `state` does not say otherwise.
+        interruption, its values are undefined, except those that `state` records as written.
         """
         begin, raw = dataset.id.get_offset(), self._opened
         if begin is None:
@@ -208,20 +208,20 @@ class SafeFile(AbstractContextManager["SafeFile"]):
         part = begin, begin + dataset.id.get_storage_size()
         if part not in raw.direct:
             raw.direct.append(part)
-            if self.state is not None:  # the journal must say so before
+            if self.state is not None:  # the journal must list the range before it is written
                 self.commit(self.state)
 
     def commit(self, state: Mapping[str, Any]) -> None:
-        """Make what was written last: after an interruption, the file goes on with `state`.
+        """Make all writes durable: after an interruption, writing resumes from `state`.
 
-        `state` is what JSON can hold. Open datasets stay open.
+        `state` must be serializable as JSON. Open datasets stay open.
         """
-        with h5py._objects.phil:  # no other thread may have HDF5 write meanwhile
+        with h5py._objects.phil:  # keeps other threads from writing through HDF5 meanwhile
             self.file.flush()
             self._commit(self._opened, state, is_finished=False)
 
     def finish(self) -> None:
-        """Close the file, and give it its name."""
+        """Close the file, and give it its final name."""
         raw = self._opened
         self.file.close()
         self._commit(raw, self.state, is_finished=True)
@@ -229,16 +229,16 @@ class SafeFile(AbstractContextManager["SafeFile"]):
             self._complete(raw)
 
     def close(self) -> None:
-        """Leave the file as it was at the last commit, if it is not finished. Idempotent."""
+        """Close the file; an unfinished one stays as of the last commit. Idempotent."""
         raw, self._raw = self._raw, None
         if raw is None:
             return
         raw.stop()
         try:
-            # HDF5 writes what it has, to memory; it may complain of what it could not write before.
+            # HDF5 flushes its caches, which only goes to memory; it may report earlier failures.
             with suppressing(Exception):
                 self.file.close()
-            if self._is_untouched:  # so that it can be appended to otherwise
+            if self._is_untouched:  # so that other samples can be appended
                 with suppressing(OSError):
                     raw.cut()
                     self._journal.unlink()
@@ -274,7 +274,7 @@ class SafeFile(AbstractContextManager["SafeFile"]):
             write_journal(self._journal, journal)
 
     def _complete(self, raw: PartialFile) -> None:
-        """Give the file its name, once all of it is on the disk."""
+        """Sync the file to disk, and give it its final name."""
         raw.synchronize()
         if not self._in_place:
             os.replace(self._partial, self.path)
@@ -285,14 +285,14 @@ class SafeFile(AbstractContextManager["SafeFile"]):
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Say of errors of the system which file they are of, and what is left of it."""
+        """Turn an OSError into a WriteError that names the file, and how to resume."""
         try:
             yield
         except H5AsyncError:
             raise
         except OSError as error:
             reason = error.strerror or str(error)
-            left = f"; what is committed stays: go on by {named('resume', True)}"
+            left = f"; committed data is kept: continue with {named('resume', True)}"
             raise WriteError(
                 f"cannot write {self._partial}: {reason}{left if self.state is not None else ''}",
                 filename=str(self._partial),
@@ -300,19 +300,19 @@ class SafeFile(AbstractContextManager["SafeFile"]):
 
 
 def partial_of(path: Path) -> Path:
-    """Return the path of what is written of a file before it is whole."""
+    """Return the path of a file until it is complete."""
     return _beside(path, "partial")
 
 
 def exists(path: Path) -> ConfigError:
-    """Return the error for a file that is there, and may not be replaced."""
+    """Return the error for a file that exists and may not be replaced."""
     return ConfigError(
-        f"{path} exists; write another file, or replace it by {named('overwrite', True)}"
+        f"{path} exists; write another file, or replace it with {named('overwrite', True)}"
     )
 
 
 def require_new(paths: Iterable[Path]) -> None:
-    """Raise ConfigError if one of the files is there, whole or not."""
+    """Raise ConfigError if one of the files exists, complete or partial."""
     for path in paths:
         if path.exists():
             raise exists(path)
@@ -322,8 +322,8 @@ def require_new(paths: Iterable[Path]) -> None:
 
 def _unfinished(partial: Path, *, may_begin_anew: bool = True) -> ConfigError:
     return ConfigError(
-        f"{partial} was not finished; go on by {named('resume', True)}"
-        + (f", or begin anew by {named('overwrite', True)}" if may_begin_anew else "")
+        f"{partial} was not finished; continue with {named('resume', True)}"
+        + (f", or start over with {named('overwrite', True)}" if may_begin_anew else "")
     )
 
 

@@ -1,7 +1,7 @@
-"""Describes the columns of a packed file: samples enter; how they are stored leaves.
+"""Describes the columns of a packed file: samples enter; a description of their storage leaves.
 
-A block of samples is a mapping of column names to values: an array (samples, ...); a list, if
-samples vary in length; or `Coded`. Pure.
+A block of samples maps column names to values: an array (samples, ...); a list, if samples vary in
+length; or `Coded`. Pure.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NO_NUMBERS = (
 
 
 class Coded(NamedTuple):
-    """Categories as codes, int (samples,), with -1 for no value."""
+    """Categories as codes, int (samples,); -1 means no value."""
 
     codes: NDArray[Any]
     categories: Sequence[str]
@@ -41,11 +41,10 @@ Values = NDArray[Any] | list[Any] | Coded
 
 
 class Block(NamedTuple):
-    """A run of samples of a source: `taken` of them, of which `bad` ones are not in the columns.
+    """A run of `taken` samples of a source; the columns have all but the `bad` ones.
 
-    `bad` are their places, with reasons. `names` are those of the samples, if they have any;
-    `units` are attributes of columns; `converted` is the number of images that were converted to
-    others.
+    `bad` maps positions in the run to reasons. `names` are the samples' names, if they have any;
+    `units` are the units of columns; `converted` is the number of images converted to PNG.
     """
 
     columns: Mapping[str, Values]
@@ -62,11 +61,11 @@ class Block(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all values, about."""
+        """The approximate bytes of all values."""
         return sum(map(nbytes_of, self.columns.values()))
 
     def without(self, bad: Mapping[int, str]) -> Block:
-        """Return the block without samples: their places among those kept, with reasons."""
+        """Return the block without more bad samples: positions among those kept, with reasons."""
         if not bad:
             return self
         places = [place for place in range(self.taken) if place not in self.bad]
@@ -85,10 +84,10 @@ def _chosen(values: Values, kept: list[int]) -> Values:
 class Column(NamedTuple):
     """How a column is stored.
 
-    `form` is ``array`` for samples of one `shape`, and strings of a fixed length; ``varying`` for
-    one-dimensional samples of any length, and ``text`` for strings, which have a variable-length
-    datatype; ``codes`` for categories. `kind` is that of the field that a reader makes of it:
-    ``image``, ``audio`` or none. Chunks have `rows` samples, and `filters`.
+    `form` is ``array`` for samples of one `shape` and fixed-length strings; ``varying`` for
+    one-dimensional samples of any length, and ``text`` for strings, both in a variable-length
+    datatype; or ``codes`` for categories. `kind`, ``image``, ``audio`` or empty, tells readers the
+    kind of field. Chunks have `rows` samples, and `filters`.
     """
 
     name: str
@@ -102,19 +101,19 @@ class Column(NamedTuple):
 
     @property
     def is_text(self) -> bool:
-        """Whether samples are strings, of any length or of a fixed one."""
+        """Whether samples are strings, of variable or fixed length."""
         return self.form == "text" or self.dtype.kind == "S"
 
     @property
     def row_nbytes(self) -> int:
-        """The bytes of a sample as it is stored in chunks; references for variable lengths."""
+        """The bytes of a sample in a chunk; for variable lengths, those of its reference."""
         if self.form in ("varying", "text"):
             return 16
         return int(self.dtype.itemsize * np.prod(self.shape, dtype=np.int64))
 
     @property
     def text(self) -> str:
-        """All of it in words."""
+        """A human-readable description."""
         if self.form == "text":
             return "strings of variable length"
         if self.is_text:
@@ -127,21 +126,21 @@ class Column(NamedTuple):
         return f"{what}, chunks of {self.rows:,}, filter {spell_filters(self.filters)}"
 
     def as_json(self) -> dict[str, Any]:
-        """Return what JSON can hold of it."""
+        """Return a description that can be serialized as JSON."""
         found = {**self._asdict(), "dtype": self.dtype.str, "shape": list(self.shape)}
         filters, rows = spell_filters(found.pop("filters")), found.pop("rows")
         return {"column": found, "rows": rows, "filters": filters}
 
     @classmethod
     def of_json(cls, found: Mapping[str, Any]) -> Column:
-        """Return the column that `as_json` described."""
+        """Return the column from a result of `as_json`."""
         column, filters = found["column"], parse_filters(found["filters"])
         own = {"dtype": np.dtype(column["dtype"]), "shape": tuple(column["shape"])}
         return cls(**{**column, **own}, rows=found["rows"], filters=filters)
 
 
 def columns_of(block: Block, encoded: Mapping[str, str], options: PackOptions) -> dict[str, Column]:
-    """Return how columns are stored, by their names; `block` is the first one of the source."""
+    """Return how to store the columns, by name; `block` is the first one of the source."""
     require_names(block.columns)
     for option in ("fill", "varying", "strings"):
         require_columns(option, getattr(options, option), block.columns)
@@ -163,7 +162,7 @@ def columns_of(block: Block, encoded: Mapping[str, str], options: PackOptions) -
 
 
 def _filters(column: Column, chosen: str, values: Values) -> tuple[Filter, ...]:
-    """Return the filters that were chosen, or that shrink these values by a third or more."""
+    """Return the chosen filters; for "auto", LZF if it shrinks the values by a third or more."""
     if chosen != "auto":
         return parse_filters(chosen)
     if not isinstance(values, np.ndarray) or not column.shape:
@@ -176,9 +175,9 @@ def _filters(column: Column, chosen: str, values: Values) -> tuple[Filter, ...]:
 
 
 def column_of(name: str, values: Values, length: int | None = None) -> Column:
-    """Return how values of the first block are stored; DatasetError if they cannot be.
+    """Return how to store a column, from its values in the first block.
 
-    `length` is the fixed one of strings.
+    `length` is that of fixed-length strings. Raises DatasetError if values cannot be stored.
     """
     if length is not None:
         if not isinstance(values, list) or not all(isinstance(one, str) for one in values):
@@ -192,7 +191,7 @@ def column_of(name: str, values: Values, length: int | None = None) -> Column:
         raise DatasetError(f'column "{name}" has dtype {values.dtype}; {_NO_NUMBERS}')
     if 0 in values.shape[1:]:
         raise DatasetError(
-            f'column "{name}" has samples of shape {values.shape[1:]}, without values; leave it out'
+            f'column "{name}" has samples of shape {values.shape[1:]} without values; leave it out'
         )
     return Column(name, "array", values.dtype.newbyteorder("="), values.shape[1:])
 
@@ -211,9 +210,9 @@ def _of_list(name: str, values: list[Any]) -> Column:
 
 
 def fitted(column: Column, values: Values, first: int) -> Values:
-    """Return values as a column stores them; `first` is the number of their first sample.
+    """Return values converted to a column's form; `first` is the number of their first sample.
 
-    DatasetError if they would have to be changed.
+    Raises DatasetError if a value cannot be stored exactly.
     """
     if column.is_text:
         return _texts(column, values, first)
@@ -247,7 +246,7 @@ def fitted(column: Column, values: Values, first: int) -> Values:
 
 
 def _texts(column: Column, values: Values, first: int) -> Values:
-    """Return strings as a column stores them: bytes, of one length if it is `array`."""
+    """Return strings as UTF-8: an array of fixed-length bytes for form ``array``, or a list."""
     if not isinstance(values, list) or not all(isinstance(one, str) for one in values):
         raise _unlike(column, values, first)
     where = f'column "{column.name}", samples from {first:,} on'
@@ -258,7 +257,7 @@ def _texts(column: Column, values: Values, first: int) -> Values:
     try:
         found = list(map(name_bytes, values))
     except UnicodeEncodeError as error:
-        raise DatasetError(f"{where}: a string is no UTF-8 ({error}); store it as bytes") from error
+        raise DatasetError(f"{where}: a string is not UTF-8 ({error}); use bytes") from error
     if column.form == "text":
         return found
     longest = max(found, key=len, default=b"")
@@ -279,14 +278,14 @@ def fits(given: np.dtype[Any], wanted: np.dtype[Any], values: NDArray[Any]) -> b
     if wanted.kind in "iu":
         limits = np.iinfo(wanted)
         least, most = limits.min, limits.max
-    else:  # NumPy calls any integers of 64 bits safe in a float64
+    else:  # NumPy considers any 64-bit integer safe in a float64
         most = 2 << np.finfo(wanted).nmant
         least = -most
     return least <= int(values.min()) and int(values.max()) <= most
 
 
 def require_columns(option: str, given: Iterable[str], columns: Collection[str]) -> None:
-    """Raise ConfigError unless what an option names are columns, or groups of them."""
+    """Raise ConfigError unless all names given by an option are columns or groups of columns."""
     for name in given:
         if not any(f"{one}/".startswith(f"{name}/") for one in columns):
             near = difflib.get_close_matches(name, columns, n=1, cutoff=0)
@@ -296,15 +295,15 @@ def require_columns(option: str, given: Iterable[str], columns: Collection[str])
 
 
 def require_names(names: Collection[str]) -> None:
-    """Raise DatasetError unless columns of these names can be datasets of a file."""
+    """Raise DatasetError unless columns with these names can be datasets of one file."""
     paths = [tuple(filter(None, str(name).split("/"))) for name in names]
     groups = {path[:end] for path in paths for end in range(len(path))}
     for name, path in zip(names, paths, strict=True):
         is_name = isinstance(name, str) and path and "\0" not in name and not {".", ".."} & {*path}
         if not is_name or path in groups or paths.count(path) > 1:
             raise DatasetError(
-                f"a column cannot have the name {name!r}: names are not empty, nor '.', and none"
-                " begins another one, as a does a/b; rename it"
+                f"a column cannot have the name {name!r}: names must not be empty, '.' or '..', nor"
+                " a group of another column, as a is of a/b; rename it"
             )
 
 
@@ -320,9 +319,9 @@ def _unlike(column: Column, values: Values, first: int) -> DatasetError:
     plain = "strings" if column.is_text else f"{column.dtype}{list(column.shape)}"
     expected = forms.get(column.form, plain)
     return DatasetError(
-        f'sample {first:,}: column "{column.name}" has {found}, and {expected} before; all samples'
-        " must be alike: convert them, or, if they are one-dimensional and of any length, say"
-        f" {named('varying', [column.name])}"
+        f'sample {first:,}: column "{column.name}" has {found}, but {expected} before; all samples'
+        " must have the same form: convert them, or, if they are one-dimensional and vary in"
+        f" length, give {named('varying', [column.name])}"
     )
 
 
@@ -331,7 +330,7 @@ def _described(array: NDArray[Any]) -> str:
 
 
 def nbytes_of(values: Values) -> int:
-    """Return the bytes that values take, about."""
+    """Return the approximate bytes of values."""
     if isinstance(values, Coded):
         return values.codes.nbytes
     if isinstance(values, list):

@@ -1,4 +1,4 @@
-"""Selects and joins rows of any length: numbers of rows enter, those of their elements leave.
+"""Selects and joins ragged and sparse rows: row numbers enter, the numbers of their elements leave.
 
 A matrix of compressed sparse rows (CSR) is a group, as AnnData writes it, with ``data``,
 ``indices`` and ``indptr``.
@@ -22,16 +22,16 @@ from h5async.order.selection import Int64s, Selection
 from h5async.spelling import name_bytes, name_text, named
 
 OffsetsKind = Literal["offsets", "ends", "lengths"]
-_BLOCK = 1 << 20  # numbers that are read at a time
+_BLOCK = 1 << 20  # numbers read at a time
 _OF_SAMPLES = ("X/", "obs/", "obsm/", "layers/", "raw/X/")  # in files of AnnData
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Elements(Selection):
-    """The elements of rows, whose numbers are computed when they are needed.
+    """The elements of selected rows; their numbers are computed when needed.
 
-    Those of row i have positions from ``places[i]`` on, and numbers from ``starts[i]`` on, which
-    count those of `kept`, if that is given.
+    The elements of row i have positions from ``places[i]`` on, and numbers from ``starts[i]`` on.
+    If `kept` is given, these are indices into it.
     """
 
     starts: Int64s
@@ -49,17 +49,17 @@ class Elements(Selection):
         return False
 
     def samples(self, positions: Int64s) -> Int64s:
-        """Return the numbers of elements at positions."""
+        """Return the numbers of the elements at positions."""
         row = np.searchsorted(self.places, positions, side="right") - 1
         numbers = self.starts[row] + (positions - self.places[row])
         return numbers if self.kept is None else self.kept[numbers]
 
 
 class ElementRows:
-    """Rows of any length of all files: the elements of datasets `parts`, as `offsets` says.
+    """Rows of any length in all files: elements of the datasets `parts`, delimited by `offsets`.
 
-    That dataset says where rows begin and the last one ends, where rows end, or how long they are,
-    by its `kind`, as in `RaggedField`. Raises `DatasetError` if it does not fit.
+    By its `kind`, as in `RaggedField`, `offsets` has the starts of rows and the end of the last one
+    ("offsets"), their ends, or their lengths. Raises `DatasetError` if it does not fit `parts`.
     """
 
     def __init__(
@@ -88,26 +88,26 @@ class ElementRows:
 
     @cached_property
     def _rows(self) -> tuple[Int64s, Int64s | None]:
-        """The lengths of all rows; the numbers of their elements, if not all stay in order."""
+        """The lengths of all rows; the numbers of their elements, or None for all in order."""
         return np.concatenate([np.diff(bounds) for bounds in self._bounds]), None
 
     @property
     def field(self) -> Field:
-        """What a reader reads of them."""
+        """The field by which a reader reads the rows."""
         return RaggedField(self.parts[0], offsets=self.offsets, offsets_kind=self.kind)
 
     def bounds(self, selection: Selection) -> Int64s:
-        """Return where the selected rows begin, and where the last one ends."""
+        """Return the starts of the selected rows, and the end of the last one."""
         lengths = self._rows[0][selection.samples(np.arange(selection.size))]
         return np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
 
     def told(self, selection: Selection) -> Int64s:
-        """Return what the dataset `offsets` says of the selected rows."""
+        """Return the values of the dataset `offsets` for the selected rows."""
         bounds = self.bounds(selection)
         return {"offsets": bounds, "ends": bounds[1:], "lengths": np.diff(bounds)}[self.kind]
 
     def elements(self, selection: Selection) -> Selection:
-        """Return the elements of the selected rows, of all files together."""
+        """Return the elements of the selected rows, counted over all files."""
         bounds, (lengths, kept) = self.bounds(selection), self._rows
         if selection.is_prefix and selection.size == sum(self.counts):
             whole = Selection(0, 1, int(bounds[-1]))
@@ -117,11 +117,11 @@ class ElementRows:
 
 
 class SparseRows(ElementRows):
-    """The matrices at the same path of all files, one below the other.
+    """The matrices at the same path in all files, stacked vertically.
 
-    `maps` are the new numbers of the columns of each file, below `columns`; columns that have -1
-    are left out. Raises `DatasetError` if columns differ without them, or the rows are not
-    compressed.
+    `maps[i]` gives the new numbers, below `columns`, of the columns in file i; columns mapped to -1
+    are left out. Raises `DatasetError` if a matrix is not CSR, or if the numbers of columns differ
+    and `maps` is None.
     """
 
     def __init__(
@@ -135,18 +135,18 @@ class SparseRows(ElementRows):
         for file, group in zip(files, groups, strict=True):
             if not isinstance(group, h5py.Group):
                 raise DatasetError(
-                    f'{file.filename}: "{path}" is no sparse matrix, as that of'
-                    f" {files[0].filename} is; make them alike"
+                    f'{file.filename}: "{path}" is not a sparse matrix, unlike that of'
+                    f" {files[0].filename}; store both the same way"
                 )
         shapes = [tuple(map(int, group.attrs["shape"])) for group in groups]
         where = f'{files[0].filename}: "{path}"'
         if any(name_text(group.attrs["encoding-type"]) != "csr_matrix" for group in groups):
             raise DatasetError(
-                f"{where} is not of compressed rows (CSR), so no rows can be selected or joined;"
+                f"{where} is not in compressed rows (CSR), so no rows can be selected or joined;"
                 " convert it (in Python: X.tocsr())"
             )
         if maps is None and len({columns for _, columns in shapes}) > 1:
-            raise DatasetError(f"{where} has differing numbers of columns in the files: {shapes}")
+            raise DatasetError(f"{where} has different numbers of columns in the files: {shapes}")
         super().__init__(files, (f"{path}/data", f"{path}/indices"), f"{path}/indptr")
         if self.counts != [rows for rows, _ in shapes]:
             raise DatasetError(f"{where}: indptr does not fit the shape {shapes}")
@@ -155,14 +155,14 @@ class SparseRows(ElementRows):
 
     @property
     def field(self) -> Field:
-        """What a reader reads of them."""
+        """The field by which a reader reads the rows."""
         return Field(self.path)
 
     @cached_property
     def _rows(self) -> tuple[Int64s, Int64s | None]:
-        """The lengths of all rows; the numbers of their elements, if not all stay in order.
+        """The lengths of all rows; the numbers of their elements, or None for all in order.
 
-        (Of mapped columns, they are sorted by the new ones, as they may have been by the old ones.)
+        (If columns are mapped, elements are sorted by new columns, as they may have been by old.)
         """
         lengths = [np.diff(bounds) for bounds in self._bounds]
         maps = self._maps or ()
@@ -181,7 +181,7 @@ class SparseRows(ElementRows):
 
 
 def ragged_rows(files: Sequence[HDF5File], offsets: Mapping[str, str]) -> list[ElementRows]:
-    """Return the rows of datasets of values, by what says where they begin: ``PATH:KIND``."""
+    """Return the rows of datasets of values; `offsets` maps their paths to ``PATH:KIND``."""
     return [
         ElementRows(files, [path for path in offsets if offsets[path] == one], *_spelled(one))
         for one in dict.fromkeys(offsets.values())
@@ -196,21 +196,22 @@ def _spelled(offsets: str) -> tuple[str, OffsetsKind]:
 
 
 def sparse_paths(file: HDF5File, datasets: Mapping[str, h5d.DatasetID]) -> list[str]:
-    """Return the paths of groups that are sparse matrices; DatasetError if one is of old times."""
+    """Return the paths of sparse matrices; DatasetError if AnnData before 0.7 wrote one."""
     parents = [path.removesuffix("/indptr") for path in datasets if path.endswith("/indptr")]
     for path in parents:
         if "h5sparse_format" in file[name_bytes(path)].attrs:
             raise DatasetError(
-                f'{file.filename}: "{path}" was written by AnnData before 0.7: its rows cannot be'
-                " selected or joined: read the file by AnnData, and write it again"
+                f'{file.filename}: "{path}" was written by AnnData before 0.7, so its rows cannot'
+                " be selected or joined; read the file with AnnData, and write it again"
             )
     return [path for path in parents if "encoding-type" in file[name_bytes(path)].attrs]
 
 
 def may_have_samples(file: HDF5File, path: str) -> bool:
-    """Tell whether a dataset may have a row for each sample.
+    """Return whether a dataset may have a row for each sample.
 
-    In a file of AnnData, variables may be as many as samples; in any, categories may.
+    The number of rows is not enough to tell: a file may happen to have as many categories, and in
+    AnnData as many variables, as samples.
     """
     group, _, name = path.rpartition("/")
     has_codes = name == "categories" and f"{group}/codes" in file
@@ -219,26 +220,26 @@ def may_have_samples(file: HDF5File, path: str) -> bool:
 
 
 def is_anndata(file: HDF5File) -> bool:
-    """Tell whether a file was written by AnnData."""
+    """Return whether a file was written by AnnData."""
     return name_text(file.attrs.get("encoding-type", "")) == "anndata"
 
 
 def refuse_old_anndata(file: HDF5File) -> None:
-    """Raise `DatasetError` if AnnData before 0.8 wrote a file, which has categories elsewhere."""
+    """Raise `DatasetError` for files of AnnData before 0.8, which has categories elsewhere."""
     tables = [file.get(name) for name in ("obs", "var")]
     if not is_anndata(file) and all(one is not None and "_index" in one.attrs for one in tables):
         raise DatasetError(
-            f"{file.filename} was written by AnnData before 0.8, whose samples cannot be selected"
-            " or joined: read the file by AnnData, and write it again"
+            f"{file.filename} was written by AnnData before 0.8, so its samples cannot be selected"
+            " or joined; read the file with AnnData, and write it again"
         )
 
 
 def refuse_offsets(
     file: HDF5File, datasets: Mapping[str, h5d.DatasetID], counts: Collection[int]
 ) -> None:
-    """Raise `DatasetError` if a dataset says where samples of any length begin.
+    """Raise `DatasetError` if a dataset looks like unnamed offsets of samples of any length.
 
-    `counts` are the numbers of samples; others than the datasets given may have been named.
+    `counts` are the numbers of samples. `datasets` excludes offsets that the user has named.
     """
     of_rows = {one.shape[0]: path for path, one in datasets.items()}
     for path, one in datasets.items():
@@ -256,9 +257,9 @@ def refuse_offsets(
         if kind:
             values, suffix = of_rows.get(last, "PATH"), "" if kind == "offsets" else f":{kind}"
             raise DatasetError(
-                f'{file.filename}: "{path}" says where samples of any length begin: if their values'
-                f' are in "{values}", say {named("offsets", {values: path + suffix})}; else leave'
-                f" it out by {named('fields')} and {named('only_fields', True)}"
+                f'{file.filename}: "{path}" seems to delimit samples of any length; if their values'
+                f' are in "{values}", give {named("offsets", {values: path + suffix})}; else leave'
+                f" it out with {named('fields')} and {named('only_fields', True)}"
             )
 
 

@@ -1,7 +1,8 @@
-"""Unites what files of AnnData say once of all samples: variables and categories.
+"""Unites the metadata that files have once for all samples: variables, categories, classes.
 
-Files enter; what is written in place of the first one's leaves, with new numbers for old ones, and
-what is left out. Names keep their order: those of the first file, then those that others add.
+Files enter; the values that replace those of the first file leave, with maps from old to new
+numbers, and the objects to leave out. Names keep their order: those of the first file, then those
+that others add.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ _BY_NAME = ("obs", "obsm", "layers")  # groups whose members all files must have
 
 @dataclass
 class United:
-    """How several files become one, by the paths of datasets and groups.
+    """How several files become one; all keys are paths of datasets or groups.
 
-    `values` are those of datasets that are written whole, `attributes` those of objects that
-    change; `maps` are the new numbers for those in a dataset of each file; `columns` are the
-    numbers of columns of sparse matrices; `left_out` says what is left out, and why.
+    `values` has the contents of datasets that are written whole, `attributes` those that change.
+    `maps` has, for each file, the new numbers by the old ones in a dataset; `columns` has the
+    numbers of columns of sparse matrices, and `left_out` the reasons to leave an object out.
     """
 
     values: dict[str, NDArray[Any]] = field(default_factory=dict)
@@ -42,14 +43,14 @@ class United:
     left_out: dict[str, str] = field(default_factory=dict)
 
     def leaves_out(self, path: str) -> bool:
-        """Tell whether an object, or a group that it is in, is left out."""
+        """Return whether an object, or a group that contains it, is left out."""
         return any(f"{path}/".startswith(f"{one}/") for one in self.left_out)
 
 
 def unite(files: Sequence[HDF5File], paths: Collection[str], join: Join | None) -> United:
-    """Return how files are united; `paths` are those of the datasets of the first one.
+    """Return how to unite files; `paths` are those of the datasets in the first one.
 
-    DatasetError if that is not possible, or `join` does not say which variables are kept.
+    Raises DatasetError if this is impossible, or if variables differ and `join` is None.
     """
     for file in files:
         refuse_old_anndata(file)
@@ -88,10 +89,10 @@ def unite(files: Sequence[HDF5File], paths: Collection[str], join: Join | None) 
 
 
 def _index_of(files: Sequence[HDF5File], table: str) -> str:
-    """Return the path of the names of the rows of a table."""
+    """Return the path of a table's row names."""
     found = {f"{table}/{name_text(file[table].attrs['_index'])}" for file in files}
     if len(found) > 1:
-        raise DatasetError(f'"{table}" has its names in differing columns: {sorted(found)}')
+        raise DatasetError(f'"{table}" has its names in different columns: {sorted(found)}')
     return found.pop()
 
 
@@ -102,7 +103,7 @@ def _members(file: HDF5File, name: str) -> set[str]:
 
 
 def _unite_categories(found: United, files: Sequence[HDF5File], group: str) -> None:
-    """Unite the categories of a column that all files have."""
+    """Unite the categories of a column that is in all files."""
     every = [file.get(f"{group}/categories") for file in files]
     if len(files) == 1 or not all(isinstance(one, h5py.Dataset) for one in every):
         return
@@ -111,16 +112,16 @@ def _unite_categories(found: United, files: Sequence[HDF5File], group: str) -> N
         return
     where = f'{files[0].filename}: the categories of "{group}"'
     if any(file[group].attrs.get("ordered", False) for file in files):
-        raise DatasetError(f"{where} are ordered, and others in other files: make them the same")
+        raise DatasetError(f"{where} are ordered, but differ in other files; make them the same")
     if len({one.dtype for one in values}) > 1:
-        raise DatasetError(f"{where} have another datatype in other files: make them the same")
+        raise DatasetError(f"{where} have another datatype in other files; make them the same")
     names, maps = _appended([one.tolist() for one in values])
     found.values[f"{group}/categories"] = np.array(names, values[0].dtype)
     found.maps[f"{group}/codes"] = maps
 
 
 def _unite_classes(found: United, files: Sequence[HDF5File], path: str) -> None:
-    """Unite the names of classes that an attribute of labels has."""
+    """Unite the class names in the attribute ``classes`` of labels."""
     names = [
         [name_text(one) for one in np.atleast_1d(file[path].attrs.get("classes", ())).tolist()]
         if path in file
@@ -131,8 +132,8 @@ def _unite_classes(found: United, files: Sequence[HDF5File], path: str) -> None:
         return
     if files[0][path].dtype.kind not in "iu" or not all(names):
         raise DatasetError(
-            f'{files[0].filename}: the classes of "{path}" are not those in other files: make the'
-            ' attributes "classes" the same'
+            f'{files[0].filename}: the classes of "{path}" differ from those in other files; make'
+            ' the attributes "classes" the same'
         )
     every, maps = _appended(names)
     found.attributes[path], found.maps[path] = {"classes": np.array(every, object)}, maps
@@ -143,13 +144,13 @@ def _unite_classes(found: United, files: Sequence[HDF5File], path: str) -> None:
 
 
 def _appended(several: Sequence[Sequence[Any]]) -> tuple[list[Any], list[Int64s]]:
-    """Return all names, once each, and their places there."""
+    """Return the union of the names, and for each list the positions of its names in it."""
     names, codes = union_of(several)
     return list(names), [one[:-1] for one in codes]
 
 
 class _Table:
-    """The variables of several files: the rows of the table at a path."""
+    """The variables of several files: the rows of the tables at a path."""
 
     def __init__(
         self, found: United, files: Sequence[HDF5File], path: str, paths: Collection[str]
@@ -159,19 +160,19 @@ class _Table:
         self._names = [file[self._index][...].tolist() for file in files]
 
     def unite(self, join: Join | None) -> None:
-        """Find the variables to keep, their new numbers, and their columns."""
+        """Determine the variables to keep, their new numbers, and their columns."""
         names = self._names
         odd = next((n for n, one in enumerate(names) if one != names[0]), None)
         if odd is not None and join is None:
             raise DatasetError(
                 f'{self._files[odd].filename}: "{self._index}" differs from that of'
-                f" {self._files[0].filename}; say which variables are kept, those of all files, or"
-                f" of any: {named('join', 'inner')}, or {named('join', 'outer')}"
+                f" {self._files[0].filename}; choose the variables to keep, those in all files or"
+                f" in any: {named('join', 'inner')} or {named('join', 'outer')}"
             )
         for file, one in zip(self._files, names, strict=True):
             if odd is not None and len(set(one)) < len(one):
                 raise DatasetError(
-                    f'{file.filename}: "{self._index}" has names that repeat: make them unique'
+                    f'{file.filename}: "{self._index}" has duplicate names; make them unique'
                 )
         kept, maps = _appended(names) if odd is not None else (names[0], [np.arange(len(names[0]))])
         if odd is not None and join == "inner":
@@ -184,7 +185,7 @@ class _Table:
         self._unite_columns(maps * (len(names) // len(maps)), len(kept))
 
     def _unite_columns_of_matrices(self, maps: list[Int64s], count: int) -> None:
-        """Give the columns of matrices their new numbers."""
+        """Map the columns of matrices to their new numbers."""
         found, prefix = self._found, self._path.removesuffix("var")
         for one in (f"{prefix}varm", f"{prefix}varp"):
             found.left_out[one] = "is of variables, which differ"
@@ -194,15 +195,15 @@ class _Table:
                 continue
             if path in self._paths:
                 raise DatasetError(
-                    f'{self._files[0].filename}: "{path}" is dense, and only variables of sparse'
-                    " rows (CSR) can be united: convert it (in Python: csr_matrix(X))"
+                    f'{self._files[0].filename}: "{path}" is dense, but only variables of sparse'
+                    " rows (CSR) can be united; convert it (in Python: csr_matrix(X))"
                 )
             found.maps[f"{path}/indices"], found.columns[path] = maps, count
 
     def _unite_columns(self, maps: list[Int64s], count: int) -> None:
-        """Unite what files say of variables; leave out columns of which they say different things.
+        """Unite the columns that describe variables; leave out those on which files disagree.
 
-        (That is ``merge="same"`` of AnnData, except that a variable of one file has its value.)
+        (Like AnnData's ``merge="same"``, except that a variable in only one file keeps its value.)
         """
         columns: dict[str, list[str]] = {}
         for path in self._paths:
@@ -218,13 +219,13 @@ class _Table:
                 }
             elif column == self._index:
                 raise DatasetError(
-                    f'"{column}" has differing datatypes in the files; write them anew by AnnData'
+                    f'"{column}" has different datatypes in the files; rewrite them with AnnData'
                 )
             else:
                 self._found.left_out[column] = "is not the same in all files"
 
     def _united(self, path: str, maps: list[Int64s], count: int) -> NDArray[Any] | None:
-        """Return values of all variables: None if files differ, none if nothing changes."""
+        """Return the values for all variables; None if files disagree, empty if nothing changes."""
         out, is_set = np.zeros(0), np.zeros(count, np.bool_)
         first = np.zeros(0)
         for number, (file, new) in enumerate(zip(self._files, maps, strict=True)):
@@ -247,18 +248,18 @@ class _Table:
 
 
 def are_same(one: NDArray[Any], other: NDArray[Any]) -> bool:
-    """Tell whether arrays are equal; NaNs are."""
+    """Return whether arrays are equal, with NaNs equal to NaNs."""
     return np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
 
 
 def fitting_dtype(dtype: np.dtype[Any], maps: Sequence[Int64s]) -> np.dtype[Any]:
-    """Return a dtype for new numbers, and for -1: this one if it suffices."""
+    """Return `dtype` if it can hold the new numbers and -1; otherwise one that can."""
     most = max(int(one.max(initial=0)) for one in maps)
     return dtype if most <= np.iinfo(dtype).max else np.min_scalar_type(-1 - most)
 
 
 def _correct_order(found: United, file: HDF5File, table: str) -> None:
-    """Leave out of a table's list of columns what is left out of it."""
+    """Remove columns that are left out from a table's ``column-order``."""
     if table not in file or "column-order" not in file[table].attrs:
         return
     before: Mapping[str, Any] = file[table].attrs

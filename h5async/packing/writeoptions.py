@@ -1,4 +1,4 @@
-"""Defines the options of `pack` and of `repack`, validated once and frozen."""
+"""Defines the options of `pack` and `repack`, validated once and frozen."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ IMAGE_FORMATS = "png, png:0 to png:9, jpeg, or jpeg:1 to jpeg:100"
 
 
 class WriteKeywords(TypedDict, total=False):
-    """The options of `pack` and of `repack`."""
+    """The options that `pack` and `repack` share."""
 
     seed: Integer
     """Determines the order of `shuffle`."""
     shards: int | str | None
-    """Write files of about this size, such as `1GB` (decoded): `OUT-00000.h5`, ...; and OUT over
-    them, a file of virtual datasets, or a saved index if it ends in `.h5idx`.
+    """Write files of about this size, such as `1GB` (decoded): `OUT-00000.h5`, ...; OUT unites
+    them, as a file of virtual datasets, or as a saved index if it ends in `.h5idx`.
     """
     num_threads: Integer | None
     """Threads that read, decode and encode; one more writes."""
     resume: bool
-    """Go on with an interrupted run for the same sources and options; begin if there is none."""
+    """Continue an interrupted run with the same sources and options; start one if there is none."""
     overwrite: bool
-    """Replace an existing file once the new one is complete, or begin an interrupted one anew."""
+    """Replace an existing file once the new one is complete; start an interrupted one over."""
 
 
 class PackKeywords(WriteKeywords, total=False):
@@ -58,35 +58,35 @@ class PackKeywords(WriteKeywords, total=False):
     their encoded bytes are kept.
     """
     on_error: Literal["raise", "skip"]
-    """How to treat a sample that cannot be packed. `raise`: stop. `skip`: leave it out; all of them
-    are listed in the end.
+    """How to treat a sample that cannot be packed. `raise`: stop. `skip`: leave it out; all skipped
+    samples are listed at the end.
     """
     verify: bool
-    """Decode each image whose bytes are kept, to find damaged ones. Else only headers and ends are
-    looked at.
+    """Decode each image whose bytes are kept, to find damaged ones. Otherwise, only headers and
+    ends are checked.
     """
     append: bool
     """Add the samples to an existing file that `pack` made."""
     shuffle: bool
     """Pack the samples in random order, which `seed` determines."""
     chunk_samples: Integer | None
-    """The samples in a chunk of columns of fixed size, except plain numbers. None: one, or as many
-    as fit in 64 KiB.
+    """Samples per chunk of fixed-size columns, except plain numbers. None: one, or as many as fit
+    in 64 KiB.
     """
     filter: str
     """How chunks are compressed: `none`, `lzf`, `gzip:4`, `shuffle+zstd:3`, ... `auto`:
     `shuffle+lzf` for columns of arrays that it shrinks by a third or more, else none.
     """
     varying: Sequence[str]
-    """Columns of samples in Python that are of any length, if the first samples do not show it."""
+    """Columns of Python samples that vary in length, if the first samples do not show it."""
     strings: Mapping[str, Integer]
-    """Columns of strings that have a fixed length in the file: bytes of UTF-8, by column. Others
-    have a variable length.
+    """Columns of strings to store with a fixed length: bytes of UTF-8, by column. Others have a
+    variable length.
     """
     fill: Mapping[str, Any]
-    """Values that stand for nulls of tables, by column."""
+    """Values that replace nulls of tables, by column."""
     memory: int | str
-    """The bytes of samples that may be in memory at a time, whatever the size of the source."""
+    """The maximum bytes of samples in memory at a time, whatever the size of the source."""
 
 
 class RepackKeywords(WriteKeywords, total=False):
@@ -101,9 +101,9 @@ class RepackKeywords(WriteKeywords, total=False):
     num_dim: Integer
     """The dimension that counts the samples."""
     chunk_samples: Integer | None
-    """Samples in a chunk. Where a row has less than 1 KiB, a multiple: 16 KiB are in a chunk."""
+    """Samples per chunk. For rows of less than 1 KiB, a multiple that fills 16 KiB."""
     chunks: Mapping[str, Any] | None
-    """The chunk shape of a dataset, by its path; 0 means the whole dimension. It wins over
+    """The chunk shape of a dataset, by its path; 0 means the whole dimension. Takes precedence over
     `chunk_samples`.
     """
     filter: str | None
@@ -111,21 +111,21 @@ class RepackKeywords(WriteKeywords, total=False):
     dtype: Mapping[str, Any] | None
     """The datatype of a dataset of numbers, by its path; values are cast as NumPy casts them."""
     offsets: Mapping[str, Any] | None
-    """For samples of any length: the dataset that says where those of a dataset of values begin, by
-    the path of the latter. Where they end, or how long they are: `PATH:ends`, `PATH:lengths`.
+    """For samples of any length: the dataset with their starts, by the path of the dataset with
+    their values. If it has their ends or lengths instead: `PATH:ends`, `PATH:lengths`.
     """
     encode: Mapping[str, Any] | None
     """Store images, uint8 (samples, height, width, 3), as encoded bytes: `png` or `jpeg:90`, by the
-    path of their dataset, which is read as an `ImageField` then.
+    path of their dataset, which readers then take for an `ImageField`.
     """
     indices: Any
-    """The samples to keep, in this order: what `indices` of `AsyncReader` takes."""
+    """The samples to keep, in this order, like `indices` of `AsyncReader`."""
     shuffle: bool | str
     """The order of samples: `full` is a uniform permutation; `window` mixes samples of some chunks,
     and reads each chunk once.
     """
     join: Literal["inner", "outer"] | None
-    """Which variables (`var`) to keep of several files of AnnData: those of all files, or of any.
+    """Which variables (`var`) of several AnnData files to keep: those in all files, or in any.
     None: they must be the same.
     """
     virtual: Literal["keep", "copy"]
@@ -133,11 +133,11 @@ class RepackKeywords(WriteKeywords, total=False):
     `copy`: their values are copied into the new file.
     """
     memory: int | str | None
-    """The bytes of rows that may be in memory. None: 1 GiB, or a quarter of what is free."""
+    """The maximum bytes of rows in memory. None: 1 GiB, or a quarter of free memory if less."""
     allow_external: list[str]
     """Folders of other files that virtual datasets and external storage may refer to."""
     verify: bool
-    """Read both in the end, and compare all objects, attributes and values."""
+    """At the end, read both files, and compare all objects, attributes and values."""
 
 
 def _size(value: object) -> object:
@@ -156,7 +156,7 @@ def _size(value: object) -> object:
 
 
 def _by_path(convert: Callable[[Any], Any], words: str) -> BeforeValidator:
-    """Take a mapping of paths of datasets to what `convert` takes, which `words` describe."""
+    """Validate a mapping of dataset paths; `convert` checks values, `words` describes them."""
 
     def check(value: object) -> object:
         if value is not None and not isinstance(value, Mapping):
@@ -188,9 +188,9 @@ def _numbers(value: Any) -> np.dtype[Any]:
 
 
 def image_format(spelled: str) -> tuple[str, int]:
-    """Return the format and the level, or quality, that ``png`` or ``jpeg:90`` spells.
+    """Return the format and the level, or quality, from ``png`` or ``jpeg:90``.
 
-    ValueError if it is none.
+    Raises ValueError for anything else.
     """
     name, _, level = spelled.partition(":")
     default, levels = _FORMATS.get(name, (0, range(0)))
@@ -212,7 +212,7 @@ def _filter(text: str) -> str:
 
 @documented(WriteKeywords)
 class WriteOptions(Frozen):
-    """The options that `pack` and `repack` have in common."""
+    """The options that `pack` and `repack` share."""
 
     seed: Int = 0
     shards: Size | None = option(None, values="SIZE")
@@ -257,7 +257,7 @@ class PackOptions(WriteOptions):
         return self
 
     def digested(self) -> dict[str, Any]:
-        """Return the options on which the content of the file depends."""
+        """Return the options that affect the content of the file."""
         names = ("size", "shards", "shuffle", "seed", "chunk_samples", "filter")
         return {name: getattr(self, name) for name in (*names, "varying", "strings", "fill")}
 
@@ -303,22 +303,22 @@ class RepackOptions(WriteOptions):
 
     @property
     def selects(self) -> bool:
-        """Whether samples are left out, or come in another order."""
+        """Whether samples are left out or reordered."""
         return self.indices is not None or self.shuffle is not False
 
     @property
     def changes_storage(self) -> bool:
-        """Whether datasets are stored in another way."""
+        """Whether datasets are stored differently."""
         storage = self.chunk_samples, self.chunks, self.filter, self.dtype, self.encode
         return self.virtual == "copy" or any(one not in (None, {}) for one in storage)
 
     @property
     def filters(self) -> tuple[Filter, ...] | None:
-        """The filters that are asked for, if any."""
+        """The requested filters; None to keep them."""
         return None if self.filter is None else parse_filters(self.filter)
 
     def digested(self) -> dict[str, Any]:
-        """Return the options on which the content of the file depends, as JSON can hold them."""
+        """Return the options that affect the content of the file, serializable as JSON."""
         aside = {"memory", "num_threads", "verify", "resume", "overwrite", "allow_external"}
         found = self.model_dump(exclude=aside)
         return {name: repr(value) for name, value in found.items()}

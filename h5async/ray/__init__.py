@@ -1,6 +1,6 @@
 """Reads HDF5 files in Ray: blocks for Ray Data, and batches for the workers of Ray Train.
 
-Only this folder and `system/jobs.py` import Ray, not ``import h5async``.
+Only this folder and `system/jobs.py` import Ray; ``import h5async`` does not.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Return what needs PyTorch, which Ray Data does not."""
+    """Import names that need PyTorch on first use, since Ray Data does without it."""
     if name not in ("TrainLoader", "train_loader"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from h5async.ray import training

@@ -1,7 +1,7 @@
-"""Reads a block in a task of Ray: positions enter, Arrow tables leave.
+"""Reads blocks in a Ray task: positions enter, Arrow tables leave.
 
 A batch becomes an Arrow table that shares its memory. A worker process opens a dataset once, and
-keeps it open for its later tasks.
+keeps it open for later tasks.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ SPARSE = ("_indices", "_data")  # suffixes of the two columns of sparse rows
 
 
 def columns_of(name: str, values: Any) -> dict[str, pa.Array]:
-    """Return the columns of a field of a batch, by name.
+    """Return the columns for a field of a batch, by name.
 
-    Rows of numbers are tensors; samples of any length, lists; those of more dimensions, tensors of
-    variable shape. Sparse rows are two columns of lists, ``NAME_indices`` and ``NAME_data``.
+    Rows of numbers become tensors; samples of any length, lists, or tensors of variable shape if
+    they have more dimensions; sparse rows, two lists, ``NAME_indices`` and ``NAME_data``.
 
-    DatasetError if Arrow has no such type.
+    Raises DatasetError if Arrow has no type for the values.
     """
     if isinstance(values, Csr):
         lists = (_lists(part, values.indptr) for part in (values.indices, values.data))
@@ -54,12 +54,12 @@ def columns_of(name: str, values: Any) -> dict[str, pa.Array]:
     except (pa.ArrowException, NotImplementedError, TypeError) as error:
         raise DatasetError(
             f"field {name!r}: Arrow has no type for {values.dtype} ({error}); choose other fields"
-            " (a path may end in one member of a compound), or cast numbers by Field's dtype"
+            " (a path may end in one member of a compound), or cast numbers with Field's dtype"
         ) from error
 
 
 def block_of(batch: Batch, further: Sequence[str] = ()) -> pa.Table:
-    """Return all columns of a batch, and `further` attributes of it such as ``index``."""
+    """Return a table of a batch's columns, and its `further` attributes, such as ``index``."""
     columns: dict[str, pa.Array] = {}
     for name in batch.keys():
         made = columns_of(name, batch[name])
@@ -70,7 +70,7 @@ def block_of(batch: Batch, further: Sequence[str] = ()) -> pa.Table:
 
 
 def values_nbytes(column: pa.ChunkedArray) -> int | None:
-    """Return the bytes of the values in a column of samples of any length; None of others."""
+    """Return the bytes of the values in a column of samples of any length; None for others."""
     found = 0
     for chunk in column.chunks:
         if isinstance(chunk, ArrowVariableShapedTensorArray):
@@ -91,7 +91,7 @@ def _column(values: Any) -> pa.Array:
         return pa.StructArray.from_arrays(parts, values.dtype.names)
     if values.ndim == 1:
         return pa.array(values)
-    if values.dtype.kind not in "biuf":  # texts, or what Arrow refuses
+    if values.dtype.kind not in "biuf":  # strings, or types that Arrow rejects
         return pa.array(values.tolist())
     return ArrowTensorArray.from_numpy(values)
 
@@ -101,9 +101,9 @@ def _lists(values: NDArray[Any], offsets: NDArray[Any]) -> pa.Array:
 
 
 def _tensors(samples: Ragged) -> pa.Array:
-    """Return tensors of variable shape, as `ArrowVariableShapedTensorArray.from_numpy` does.
+    """Return tensors of variable shape.
 
-    That copies, and takes no empty list.
+    Like `ArrowVariableShapedTensorArray.from_numpy`, which copies, and rejects an empty list.
     """
     if isinstance(samples, Images):
         shapes = samples.shapes
@@ -122,17 +122,17 @@ def _tensors(samples: Ragged) -> pa.Array:
 
 _KEPT = 4  # datasets that a process keeps open
 _ATTEMPTS, _MOST_SECONDS = 10, 32
-_STUB = "__bsp_stub"  # Ray's own column of blocks that have rows, and no columns
+_STUB = "__bsp_stub"  # Ray's placeholder column in blocks with rows but without columns
 
-_LARGE_NBYTES = 32 << 20  # smaller memory is used again by malloc
+_LARGE_NBYTES = 32 << 20  # malloc itself reuses smaller allocations
 
 _kept: dict[str, tuple[BlockPlan, AsyncReader]] = {}
 _lock = threading.Lock()
-_free: deque[NDArray[np.uint8]] = deque(maxlen=2)  # memory of blocks that are no longer used
+_free: deque[NDArray[np.uint8]] = deque(maxlen=2)  # memory of blocks no longer in use
 
 
 class _Loan:
-    """Owns memory while arrays use it; then it is free for another block."""
+    """Owns memory while arrays use it; afterwards, the memory goes back to `_free`."""
 
     def __init__(self, memory: NDArray[np.uint8]) -> None:
         self.__array_interface__ = memory.__array_interface__
@@ -140,7 +140,7 @@ class _Loan:
 
 
 def _block_memory(nbytes: int) -> NDArray[np.uint8]:
-    """Return the memory of a former block, if any: reading to new pages took half as long again."""
+    """Return the memory of a former block, if any: reading into new pages took 50% longer."""
     if nbytes < _LARGE_NBYTES:
         return plain_memory(nbytes)
     with _lock:
@@ -152,11 +152,10 @@ def _block_memory(nbytes: int) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True, eq=False)
 class BlockPlan:
-    """What all tasks of a dataset have in common: they get it from the object store.
+    """The information that all tasks of a dataset share, through Ray's object store.
 
-    `columns` are the names of the columns read, and those that they get; `further` ones are
-    attributes of batches. Errors whose text has one of `retried`, or matches it,
-    are worth another attempt.
+    `columns` maps the names of the columns read to their names in blocks; `further` ones are
+    attributes of batches. An OSError is retried if its text contains or matches one of `retried`.
     """
 
     config: ReaderConfig
@@ -167,20 +166,20 @@ class BlockPlan:
     retried: Sequence[str]
 
     def open(self) -> AsyncReader:
-        """Open the dataset; ReadError if its files are not those of the plan."""
+        """Open the dataset; ReadError if its files are not the ones planned for."""
         reader: AsyncReader = self._tried(lambda: AsyncReader(self.config))
         for name, layout in reader._engine.setup.layouts.items():
             if fingerprint([layout]) != self.fingerprints[name]:
                 reader.close()
                 raise ReadError(
-                    f'{paths_text(self.config.hdf5_path)}: dataset "{layout.path}" is not what it'
-                    " was when the dataset was made: files changed, or this node has others; make"
-                    " the dataset anew, of files that all nodes can read"
+                    f'{paths_text(self.config.hdf5_path)}: dataset "{layout.path}" has changed'
+                    " since the Ray dataset was created, or this node has other files; create the"
+                    " Ray dataset again, from files that all nodes can read"
                 )
         return reader
 
     def read(self, reader: AsyncReader, begin: int, end: int) -> pa.Table:
-        """Return a block of the samples at positions `begin` to `end`."""
+        """Return a block with the samples at positions `begin` to `end`."""
         samples = self.selection.samples(np.arange(begin, end))
         batch = self._tried(lambda: reader._engine.delivery.read(samples, _block_memory))
         if not self.columns:
@@ -189,7 +188,7 @@ class BlockPlan:
         return block.rename_columns(list(self.columns.values()))
 
     def _tried(self, function: Callable[[], Any]) -> Any:
-        """Return the result of a function, which is called again after errors of `retried`."""
+        """Return the result of a function, retrying after errors that match `retried`."""
         for attempt in range(1, _ATTEMPTS):
             try:
                 return function()
@@ -203,9 +202,9 @@ class BlockPlan:
 
 @dataclass(frozen=True)
 class BlockReader:
-    """The function of a read task; `edges` are the positions where its blocks begin, and its end.
+    """The function of a read task, which reads with the given number of `threads`.
 
-    It reads by as many `threads`. The `plan` is a reference to a `BlockPlan`.
+    `edges` are the start positions of its blocks, and the end; `plan` references a `BlockPlan`.
     """
 
     plan: Any
@@ -226,7 +225,7 @@ class BlockReader:
 
 
 def _opened(reference: Any) -> tuple[BlockPlan, AsyncReader]:
-    """Return the plan, and its reader, which this process keeps open."""
+    """Return the plan and its reader, which this process keeps open."""
     key = reference.hex()
     with _lock:
         found = _kept.pop(key, None)

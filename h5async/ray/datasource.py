@@ -1,6 +1,6 @@
-"""Defines `read_hdf5`: a dataset of Ray Data, whose tasks read whole chunks by this reader.
+"""Defines `read_hdf5`: a Ray Data dataset whose tasks read whole chunks with an `AsyncReader`.
 
-A survey on the driver learns what the dataset consists of, and where to cut it.
+A survey on the driver determines the columns and sizes of the dataset, and where to cut it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from h5async.reader.readersetup import ReaderSetup
 if TYPE_CHECKING:
     from h5async.config.keywords import ReaderOptions
 
-_TASKS_OF_CPU, _LITTLE_NBYTES = 4, 8 << 20  # more tasks would cost more than they even out
-_STORE_PART = 4  # the blocks of all tasks that run at once fit into this part of Ray's store
-# Of the readers here and in tasks, which read in the threads that call them.
+_TASKS_OF_CPU, _LITTLE_NBYTES = 4, 8 << 20  # more, smaller tasks cost more than they balance out
+_STORE_PART = 4  # blocks of all tasks running at once fit into 1/_STORE_PART of Ray's store
+# Options of the readers here and in tasks, which read in the threads that call them.
 _NO_LOOP: Mapping[str, Any] = {**ONCE, "batch_size": 1, "prefetch": 1, "num_threads": 0}
 _INSTEAD = {
     "shuffle": "Dataset.random_shuffle(), or local_shuffle_buffer_size of iter_batches()",
@@ -50,10 +50,10 @@ _INSTEAD = {
     "rank": "Dataset.streaming_split()",
     "world_size": "Dataset.streaming_split()",
 }
-_PROBED, _PROBED_NBYTES = 16, 16 << 20  # samples that are read to measure a row
-_PROBED_ENCODED = 64  # those, all over the dataset, of which no layout tells the size
-_UNIT_NBYTES = 32 << 20  # units of all fields together are not made larger
-_MOST_UNITS = 1 << 16  # of samples in an order that knows no chunks
+_PROBED, _PROBED_NBYTES = 16, 16 << 20  # samples read to measure the size of a row
+_PROBED_ENCODED = 64  # samples read, all over the dataset, if layouts do not tell their size
+_UNIT_NBYTES = 32 << 20  # units that are whole for all fields are used up to this size
+_MOST_UNITS = 1 << 16  # of samples in an order of the user's, which ignores chunks
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
@@ -69,36 +69,36 @@ def read_hdf5(
     ray_remote_args: Mapping[str, Any] | None = None,
     **options: Unpack[ReaderOptions],
 ) -> ray.data.Dataset:
-    """Return a dataset of Ray Data, with a row per sample and a column per field.
+    """Return a Ray Data dataset with a row per sample and a column per field.
 
-    Each task reads some whole chunks, of all fields, into blocks of Arrow tensors. Samples come in
-    the order of `AsyncReader` without shuffling, if ``DataContext.execution_options`` has
+    Each task reads whole chunks of all fields into blocks of Arrow tensors. Samples come in the
+    order of an `AsyncReader` without shuffling if ``DataContext.execution_options`` has
     ``preserve_order``.
 
-    Columns have the names of fields. Samples of any length are lists or tensors of variable shape;
-    sparse rows are two columns of lists, ``NAME_indices`` and ``NAME_data``.
+    Columns have the names of fields. Samples of any length become lists or tensors of variable
+    shape; sparse rows become two columns of lists, ``NAME_indices`` and ``NAME_data``.
 
     Parameters
     ----------
     paths
-        As `hdf5_path` of `AsyncReader`: a file, a list of files, a glob, URLs, a saved index.
+        Like `hdf5_path` of `AsyncReader`: a file, a list of files, a glob, URLs, a saved index.
     with_index
-        Also give the column ``index``, the sample number, which is unique; and with `sequences`,
+        Add the column ``index``, the unique sample number; and with `sequences`, also
         ``sequence`` and ``step``. All are int64.
     num_cpus
         The CPUs that Ray reserves for each task, which reads with as many threads. None: one.
     memory, concurrency, override_num_blocks
-        As of `ray.data.read_datasource`.
+        As for `ray.data.read_datasource`.
     ray_remote_args
         Further options of `ray.remote` for the tasks, such as ``{"resources": {...}}``.
     **options
-        Options of `AsyncReader`: `fields`, `indices`, `sequences` and others; not those of a loop,
-        such as `batch_size` and `shuffle`, for which Ray Data has its own.
+        Options of `AsyncReader`: `fields`, `indices`, `sequences` and others; but not those for
+        loops, such as `batch_size` and `shuffle`, for which Ray Data has its own.
 
     Raises
     ------
     ConfigError
-        If an option is unknown, or is for loops; and whatever `AsyncReader` raises.
+        If an option is unknown, or is for loops; also whatever `AsyncReader` raises.
 
     Examples
     --------
@@ -127,7 +127,7 @@ def read_hdf5(
 
 
 class Hdf5Datasource(Datasource):
-    """The datasource of `read_hdf5`; small to pickle, whatever the dataset."""
+    """The datasource of `read_hdf5`; its pickle is small, whatever the dataset."""
 
     def __init__(
         self, paths: Paths, options: Mapping[str, Any], *, with_index: bool, threads: int
@@ -139,11 +139,11 @@ class Hdf5Datasource(Datasource):
             self._further = ("index", "sequence", "step") if config.sequences else ("index",)
         self._threads = threads
         self._survey: Survey = survey(config, self._further)
-        self._projection_map: dict[str, str] | None = None  # Ray's name: columns, and their names
-        self._plans: dict[Any, Any] = {}  # in Ray's object store
+        self._projection_map: dict[str, str] | None = None  # set by Ray: new names by column
+        self._plans: dict[Any, Any] = {}  # references into Ray's object store, by columns
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what another process needs; it has other references."""
+        """Return the state without references to plans: other processes make their own."""
         return {**self.__dict__, "_plans": {}}
 
     def get_name(self) -> str:
@@ -155,14 +155,14 @@ class Hdf5Datasource(Datasource):
         return True
 
     def estimate_inmemory_data_size(self) -> int:
-        """Return the size of all blocks, as the layouts of the datasets tell."""
+        """Return the estimated size of all blocks."""
         return int(self._survey.nbytes_at(list(self._columns))[-1])
 
     def best_num_blocks(self) -> int | None:
-        """Return the number of tasks: few large ones, which keep all CPUs busy.
+        """Return the number of tasks: a few large ones that keep all CPUs busy; None for no data.
 
-        A CPU is idle for 0.1 to 0.3 s before Ray starts its next task; and of a small dataset Ray
-        itself would have 200 tasks, of 1 MiB. None for an empty one.
+        A CPU is idle for 0.1 to 0.3 s before Ray starts its next task; and Ray's own choice for a
+        small dataset would be 200 tasks of 1 MiB.
         """
         nbytes = self._survey.nbytes_at(list(self._columns))
         total, most = nbytes[-1], DataContext.get_current().target_max_block_size or math.inf
@@ -172,7 +172,7 @@ class Hdf5Datasource(Datasource):
         least = total // max(most, fitting)
         wanted = int(max(1, least, min(_TASKS_OF_CPU * at_once, total // _LITTLE_NBYTES)))
         while (found := len(cut(nbytes, wanted, None, 1))) < wanted:
-            wanted = found  # or Ray would split blocks, to have as many
+            wanted = found  # otherwise, Ray would split blocks to reach the number
         return found or None
 
     def get_read_tasks(
@@ -181,9 +181,9 @@ class Hdf5Datasource(Datasource):
         per_task_row_limit: int | None = None,
         data_context: DataContext | None = None,
     ) -> list[ReadTask]:
-        """Return about as many tasks, cut where no chunk is.
+        """Return about `parallelism` tasks, which do not split chunks.
 
-        (Older versions of Ray give fewer arguments.)
+        (Older versions of Ray pass fewer arguments.)
         """
         found, context = self._survey, data_context or DataContext.get_current()
         if not found.selection.size:
@@ -212,13 +212,13 @@ class Hdf5Datasource(Datasource):
 
     @property
     def _columns(self) -> dict[str, str]:
-        """The columns to read, and their names in blocks, which some versions of Ray change."""
+        """The names of columns in blocks, which some versions of Ray change, by column to read."""
         if self._projection_map is None:
             return {name: name for name in self._survey.columns}
         return self._projection_map
 
     def _plan(self, columns: Mapping[str, str], context: DataContext) -> Any:
-        """Return a reference to what all tasks share."""
+        """Return a reference to the `BlockPlan` that all tasks share."""
         key = tuple(columns.items())
         if key not in self._plans:
             found = self._survey
@@ -240,10 +240,10 @@ class Hdf5Datasource(Datasource):
 
 @dataclass(frozen=True, eq=False)
 class Column:
-    """A column of blocks: the field that it is of, "" for none, and its size.
+    """A column of blocks: the field that it comes from ("" for none), and its size.
 
-    A sample takes `row_nbytes`, and `value_nbytes` more for each of its values. `values`, int64,
-    are the numbers of values up to each of the survey's bounds; None: they do not matter.
+    A sample takes `row_nbytes`, plus `value_nbytes` for each of its values. `values`, int64, are
+    the cumulative numbers of values at the survey's bounds; None if samples have a fixed size.
     """
 
     field: str
@@ -252,19 +252,19 @@ class Column:
     values: Int64s | None = None
 
     def nbytes_at(self, bounds: Int64s) -> Any:
-        """Return the bytes of all samples up to each bound."""
+        """Return the cumulative bytes of samples at each bound."""
         found = bounds * self.row_nbytes
         return found if self.values is None else found + self.values * self.value_nbytes
 
 
 @dataclass(frozen=True, eq=False)
 class Survey:
-    """What is known of a dataset.
+    """The properties of a dataset.
 
-    `config` has the options of tasks, which read samples by their numbers; `selection` is of these,
-    and `bounds`, int64, are the positions at which no chunk is cut, from 0 to its size.
-    `fingerprints` are, per column of the reader, a hash of the structure of its files, whose names
-    are `files`, by their first sample.
+    `config` has the options for tasks, which read samples by number. `selection` has the samples;
+    `bounds`, int64, are the positions in it, from 0 to its size, that do not split a chunk.
+    `fingerprints` has, per column of the reader, a hash of the structure of its files. `files` has
+    the first sample of each file, and the names.
     """
 
     config: ReaderConfig
@@ -276,14 +276,14 @@ class Survey:
     files: tuple[Int64s, tuple[str, ...]]
 
     def nbytes_at(self, columns: Collection[str]) -> Any:
-        """Return the bytes of some columns up to each bound."""
+        """Return the cumulative bytes of some columns at each bound."""
         several = (self.columns[name].nbytes_at(self.bounds) for name in columns)
         return sum(several, np.zeros(self.bounds.size))
 
     def config_for(self, columns: Collection[str]) -> ReaderConfig:
         """Return the options for reading some columns; at least one field is read."""
         fields = self.config.batch_fields
-        if self.config.sequences is not None:  # all fields together say how long sequences are
+        if self.config.sequences is not None:  # sequence lengths depend on all fields
             return self.config
         wanted = {self.columns[name].field for name in columns} - {""}
         if not wanted:
@@ -305,7 +305,7 @@ class Survey:
 
 
 def config_of(paths: Any, options: Mapping[str, Any]) -> ReaderConfig:
-    """Return the options of the readers; ConfigError for those that Ray has others for."""
+    """Return the options for readers; ConfigError for options that do not apply in Ray tasks."""
     ReaderConfig.check_names(options)
     kept = ("cache", "cache_bytes") if options.get("cache") == "disk" else ()
     for name in options:
@@ -316,7 +316,7 @@ def config_of(paths: Any, options: Mapping[str, Any]) -> ReaderConfig:
     config = ReaderConfig(hdf5_path=paths, **{**options, **own})
     if config.static_fields:
         raise ConfigError(
-            f"{next(iter(config.static_fields))!r} has one value for the whole dataset, and is no"
+            f"{next(iter(config.static_fields))!r} has one value for the whole dataset, so it is no"
             ' column; leave it out, and read it with AsyncReader.static, or set per="file"'
         )
     names = tuple(map(absolute_name, config.files))  # workers may have another current folder
@@ -324,7 +324,7 @@ def config_of(paths: Any, options: Mapping[str, Any]) -> ReaderConfig:
 
 
 def survey(config: ReaderConfig, further: Sequence[str]) -> Survey:
-    """Open a dataset, and measure some samples; `further` are attributes of batches."""
+    """Open a dataset and measure some samples; `further` are attributes of batches."""
     with AsyncReader(config) as reader:
         setup = reader._engine.setup
         selection = setup.samplings.selection
@@ -346,9 +346,9 @@ def survey(config: ReaderConfig, further: Sequence[str]) -> Survey:
 
 
 def _bounds(setup: ReaderSetup) -> Int64s:
-    """Return the positions at which no chunk of any field is cut, or none of the largest ones."""
+    """Return the positions that do not split any field's chunks, or at least not the largest."""
     selection = setup.samplings.selection
-    if selection.ascending is not selection:  # in an order of the user's
+    if selection.ascending is not selection:  # in an order given by the user
         parts = np.linspace(0, selection.size, min(selection.size, _MOST_UNITS) + 1)
         return parts.astype(np.int64)
     layouts = [layout for layout in setup.layouts.values() if not layout.is_repeated]
@@ -365,7 +365,7 @@ def _bounds(setup: ReaderSetup) -> Int64s:
 def _measured(
     reader: AsyncReader, setup: ReaderSetup, bounds: Int64s, further: Sequence[str]
 ) -> tuple[dict[str, Column], pa.Schema]:
-    """Return the columns, and their schema, by reading some samples."""
+    """Return the columns and their schema, by reading some samples."""
     selection, kinds = setup.samplings.selection, setup.kinds
     each = max(1, reader.nbytes // selection.size)
     count = min(selection.size, _PROBED, max(1, _PROBED_NBYTES // each))
@@ -375,9 +375,9 @@ def _measured(
         at = np.unique(np.linspace(0, selection.size - 1, _PROBED_ENCODED).astype(np.int64))
     batch = reader.read(selection.samples(at))
     table = block_of(batch, further)
-    rows = dict(zip(setup.layouts, setup.samplings.rows, strict=True))  # of columns of the reader
+    rows = dict(zip(setup.layouts, setup.samplings.rows, strict=True))  # by column of the reader
     owner = {made: name for name in kinds for made in columns_of(name, batch[name])}
-    for name, kind in kinds.items():  # what is delivered beside a field
+    for name, kind in kinds.items():  # columns delivered along with a field, such as masks
         beside = (*kind.further, *masks_of({name: kind}, rows, setup.samplings.rows))
         owner |= dict.fromkeys(beside, name)
     found = {}
@@ -396,11 +396,11 @@ def _measured(
 
 
 def cut(nbytes: Any, parallelism: int, block_nbytes: int | None, threads: int) -> list[Int64s]:
-    """Cut a dataset into tasks, and these into blocks; return the numbers of bounds of each.
+    """Cut a dataset into tasks, and these into blocks; return the indices of each task's bounds.
 
-    `nbytes`, ascending from 0, are the bytes up to each bound. There are `parallelism` tasks of
-    about one size, or fewer. A block has at least `block_nbytes`, unless it is the only one of its
-    task or there are more `threads` than blocks.
+    `nbytes`, ascending from 0, are the cumulative bytes at each bound. There are at most
+    `parallelism` tasks, of about the same size. A block has at least `block_nbytes`, unless it is
+    the only one in its task, or there are more `threads` than blocks.
     """
     found = []
     for begin, end in itertools.pairwise(_even(nbytes, 0, nbytes.size - 1, parallelism)):
@@ -411,7 +411,7 @@ def cut(nbytes: Any, parallelism: int, block_nbytes: int | None, threads: int) -
 
 
 def _even(nbytes: Any, first: int, last: int, parts: int) -> Int64s:
-    """Return the bounds, from `first` to `last`, that come nearest to even parts."""
+    """Return the indices of bounds, from `first` to `last`, that make the parts most even."""
     wanted = np.linspace(nbytes[first], nbytes[last], max(1, parts) + 1)[1:-1]
     at = np.clip(np.searchsorted(nbytes, wanted), first + 1, last) if last > first else wanted[:0]
     at = at.astype(np.int64)

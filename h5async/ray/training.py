@@ -1,4 +1,4 @@
-"""Defines `train_loader`: batches for a worker of Ray Train, that its checkpoints resume."""
+"""Defines `train_loader`: batches for a Ray Train worker, resumable from its checkpoints."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
     from h5async.config.keywords import ReaderOptions
 
 _POSITION = "h5async.json"  # in the folder of a checkpoint
-_TRIES = 50  # to read it whole, 0.1 s apart
+_TRIES = 50  # attempts to read it, 0.1 s apart
 
 
 class TrainLoader(H5Dataset):
-    """The `H5Dataset` that `train_loader` returns, whose position goes into Ray's checkpoints."""
+    """The `H5Dataset` that `train_loader` returns; it can save its position in Ray checkpoints."""
 
     @property
     def epoch(self) -> int:
-        """The number of the next batch's epoch: where a loop over epochs begins."""
+        """The epoch of the next batch, at which a loop over epochs begins."""
         return int(self.state_dict()["epoch"])
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write the position to the folder of a checkpoint, as ``h5async.json``.
+        """Write the position to ``h5async.json`` in the folder of a checkpoint.
 
-        It is the same in all workers; any of them may save it, at the same step.
+        At the same step, the position is the same in all workers; any of them may save it.
         """
         Path(folder, _POSITION).write_text(json.dumps(self.state_dict()))
 
@@ -46,22 +46,22 @@ def train_loader(
     with_index: bool = False,
     **options: Unpack[ReaderOptions],
 ) -> TrainLoader:
-    """Return a worker's own part of a dataset; call it in the function that Ray Train runs.
+    """Return a worker's part of a dataset; call this in the function that Ray Train runs.
 
-    Rank and world size are those of `ray.train.get_context`. If Ray restarts the workers from a
-    checkpoint, in which `TrainLoader.save` wrote the position, the loader continues there: also
-    with fewer or more workers than before, in the middle of an epoch. Each sample comes once an
-    epoch.
+    Rank and world size come from `ray.train.get_context`. If Ray restarts the workers from a
+    checkpoint in which `TrainLoader.save` wrote the position, the loader continues from there, even
+    in the middle of an epoch and with another number of workers. Each sample comes once per epoch.
 
     Parameters
     ----------
     config, as_tuple, with_index, **options
-        As of `H5Dataset`.
+        As for `H5Dataset`.
 
     Raises
     ------
     ConfigError
-        If the checkpoint has no position, or it does not fit the options; and as of `H5Dataset`.
+        If the checkpoint has no position, or one that does not fit the options; also as for
+        `H5Dataset`.
 
     Examples
     --------
@@ -87,14 +87,14 @@ def train_loader(
 
 
 def _position(path: Path) -> Any:
-    """Read the position; another worker may just write the same one once more."""
+    """Read the position, retrying in case another worker is just rewriting the same one."""
     for _ in range(_TRIES):
         try:
             return json.loads(path.read_text())
         except FileNotFoundError as error:
             raise ConfigError(
-                f"the checkpoint has no {_POSITION}, so nothing says which samples came before;"
-                " call save(folder) of the loader before each checkpoint is reported"
+                f"the checkpoint has no {_POSITION}, so the loader's position is unknown;"
+                " call the loader's save(folder) before you report a checkpoint"
             ) from error
         except json.JSONDecodeError:
             time.sleep(0.1)

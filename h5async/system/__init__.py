@@ -1,4 +1,4 @@
-"""Asks the system and the interpreter: limits, free memory, file systems, signals, time.
+"""Interfaces to the operating system and the interpreter: limits, memory, signals, threads, jobs.
 
-Nothing here knows of HDF5.
+Nothing here depends on HDF5.
 """

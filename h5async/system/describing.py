@@ -1,6 +1,6 @@
-"""Makes docstrings and signatures of classes that take options, when somebody asks for them.
+"""Generates docstrings and signatures of classes that take options, on access.
 
-Nothing here needs pydantic, so that a class is there before its options are.
+Nothing here imports pydantic, so that classes can be defined before their options are loaded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Class = TypeVar("Class", bound=type)
 
 
 class OnAccess:
-    """An attribute that is made when it is asked for, from the class."""
+    """A class attribute that is computed from the class on access."""
 
     def __init__(self, make: Callable[[type], object]) -> None:
         self._make = make
@@ -35,9 +35,9 @@ class OnAccess:
 
 
 def takes_options(load: Callable[[], type[BaseModel]]) -> Callable[[Class], Class]:
-    """Add the options of a model, which `load` returns, to the docstring and signature of a class.
+    """Add the options of the model that `load` returns to a class's docstring and signature.
 
-    Its ``__init__`` takes them as ``**options``. (Editors get the same from its annotation.)
+    Its ``__init__`` takes them as ``**options``. (Editors get them from its annotation.)
     """
 
     def add(cls: Class) -> Class:
@@ -61,7 +61,7 @@ def takes_options(load: Callable[[], type[BaseModel]]) -> Callable[[Class], Clas
 def describe(
     cls: type, section: str, load: Callable[[], type[BaseModel]], before: str, more: str = ""
 ) -> None:
-    """Add a section with a model's options to a class's docstring, and more, before another one."""
+    """Insert a section of a model's options, and `more`, before `before` in a docstring."""
     docstring = cls.__doc__
     if docstring is None:  # python -OO
         return
@@ -88,9 +88,9 @@ def descriptions(model: type[BaseModel]) -> dict[str, str]:
 
 @functools.cache
 def _docstrings(keywords: type) -> dict[str, str]:
-    """Return the docstrings below the names of a `TypedDict`, which only its source has."""
+    """Return the docstrings below the keys of a `TypedDict`, by key, from its source code."""
     found: dict[str, str] = {}
-    with suppressing(OSError):  # there is no source
+    with suppressing(OSError):  # the source is missing
         (of_class,) = ast.parse(inspect.getsource(keywords)).body
         assert isinstance(of_class, ast.ClassDef)
         for name, text in itertools.pairwise(of_class.body):

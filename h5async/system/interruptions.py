@@ -1,17 +1,17 @@
-"""Distinguishes exceptions raised by a signal handler from others; calls C functions despite them.
+"""Distinguishes exceptions raised by signal handlers from others; synchronizes despite them.
 
 Python runs signal handlers in the main thread, between any two instructions. Their exceptions come
 out of the code that was running there: a `TimeoutError` that ends a slow step, for example. Such an
-*interruption* is no error of a file, whatever its type, and must reach the caller as it was raised.
-So
+*interruption*, whatever its type, does not mean that a file is bad, and must reach the caller as it
+was raised. So
 
-- a clause that continues after an exception uses `suppressing`, or asks `interruption` first;
+- a clause that continues after an exception uses `suppressing`, or calls `interruption` first;
 - a clause that raises another error instead names the exception as its cause (``from error``), and
   `passing`, around the whole call, finds it there.
 
-`threading.Condition` and `Event`, and `Thread.start` and `join`, are written in Python: such an
-exception inside of them leaves a lock held, releases one that nobody holds, or ends the new thread.
-Where threads wait for each other here, each step is done by one call of C code, or not at all.
+`threading.Condition` and `Event`, and `Thread.start` and `join`, are written in Python: an
+interruption inside them leaves a lock held, releases one that nobody holds, or ends the new thread.
+So here, each step of waiting for another thread is one call into C code, and happens or does not.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def interruption(error: BaseException | None) -> BaseException | None:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and its causes, except causes inside the caller's `postprocess`."""
+    """Yield an error and its causes, except those from inside the user's `postprocess`."""
     while error is not None:
         yield error
         is_callers = isinstance(error, PostprocessError)
@@ -64,11 +64,11 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _is_of_handler(traceback: TracebackType | None) -> bool:
-    """Tell whether an exception passed through a signal handler."""
+    """Return whether an exception passed through a signal handler."""
     installed: set[CodeType] | None = None
     while traceback is not None:
         frame, traceback = traceback.tb_frame, traceback.tb_next
-        # No handler of ours raises an Exception. (Reading a frame's variables keeps them alive.)
+        # Our own handlers raise no Exception. (Reading a frame's variables keeps them alive.)
         if frame.f_code.co_filename.startswith(_PACKAGE):
             continue
         if _has_interrupted_frame(frame):
@@ -81,7 +81,7 @@ def _is_of_handler(traceback: TracebackType | None) -> bool:
 
 
 def _has_interrupted_frame(frame: FrameType) -> bool:
-    """Tell whether a function was given its caller's frame, as Python calls a signal handler.
+    """Return whether a function was passed its caller's frame, as Python does to signal handlers.
 
     This finds a handler that installed another one before it raised.
     """
@@ -111,7 +111,7 @@ def _installed_codes() -> Iterator[CodeType]:
 
 
 class passing(ContextDecorator):
-    """Raises interruptions as they were, instead of our errors that they caused."""
+    """Raises interruptions as they were, instead of the errors of ours that they caused."""
 
     _kinds: tuple[type[Exception], ...] = ()  # errors to suppress
 
@@ -156,10 +156,10 @@ atexit.register(_references.clear)
 
 
 def call_when_gone(owner: object, function: Callable[..., object], *arguments: object) -> None:
-    """Have a C function called when an object is gone; the last one registered comes first.
+    """Have a C function called when an object is garbage collected, the last registered first.
 
-    (`weakref.finalize` is Python code: an exception of a signal handler in there is lost, and the
-    function not called. Here `next` calls the function and removes the reference.)
+    (`weakref.finalize` is Python code: if a signal handler raises in there, the exception is lost,
+    and the function is not called. Here, `next` calls the function and removes the reference.)
     """
     removed: list[int] = []
     calls = zip(
@@ -177,8 +177,8 @@ _SHORT_WAITS, _MIN_SHORT_WAIT_SECONDS = 8, 0.05
 class Patience:
     """The rest of a timeout in seconds, None for no limit; for one thread.
 
-    SIGSTOP, or a laptop that sleeps, may stop the process while it waits. The timeout counts time
-    spent waiting, not time of day. So waiting is cut into short waits, and a stop costs no more
+    SIGSTOP, or a sleeping laptop, may stop the process while it waits. The timeout counts time
+    spent waiting, not wall-clock time: it is divided into short waits, and a stop costs no more
     than one of them.
     """
 
@@ -213,7 +213,7 @@ class Gate:
         self._waiting: set[queue.SimpleQueue[None]] = set()
 
     def notify(self) -> None:
-        """Make all waiting threads look again. Never blocks; extra calls are harmless."""
+        """Make all waiting threads check again. Never blocks; extra calls are harmless."""
         for waiting in tuple(self._waiting):
             waiting.put(None)
 
@@ -255,19 +255,19 @@ class Flag(Gate):
 
 
 class Once(Flag):
-    """Does some work once, and is set then. After an interruption, the next call tries again.
+    """Does some work once, and is then set. After an interruption, the next call tries again.
 
-    `has_begun` tells whether the work is done or in progress.
+    `has_begun`: the work is done or in progress.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # Reentrant: the garbage collector may close a reader in here.
+        # Reentrant: garbage collection may close a reader while the lock is held.
         self._lock = threading.RLock()
         self.has_begun = False
 
     def do(self, work: Callable[[], None]) -> None:
-        """Do the work, unless somebody did."""
+        """Do the work, unless it has begun already."""
         is_ours = False
         try:
             with self._lock:
@@ -275,7 +275,7 @@ class Once(Flag):
                     self.has_begun = is_ours = True
             if is_ours:
                 work()
-                self.set()  # here, too: interrupted below, it would never be set
+                self.set()  # also here: an interruption in `finally` would leave it unset
         except BaseException as error:
             if is_ours and interruption(error) is not None:
                 self.has_begun = False
@@ -286,9 +286,9 @@ class Once(Flag):
 
 
 def start_threads(threads: Sequence[threading.Thread]) -> None:
-    """Start threads, from a thread in which no signal handler runs.
+    """Start threads, from a thread in which no signal handlers run.
 
-    Raises `RuntimeError` if the system gives no more threads.
+    Raises `RuntimeError` if the system cannot create more threads.
     """
     outcome: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
     _thread.start_new_thread(_start, (threads, outcome))
@@ -309,7 +309,7 @@ def _start(
 
 
 def join_threads(threads: Sequence[threading.Thread], patience: Patience) -> None:
-    """Wait for threads that are about to end, as long as the patience lasts.
+    """Wait for threads that are about to end, until the timeout runs out.
 
     Before Python 3.13, a thread may count as ended after an interruption although it has not.
     """

@@ -1,6 +1,6 @@
 """Runs jobs: a function and items enter; results leave, in the order of the items.
 
-They run here, one after the other, or as tasks of Ray, which only this module and `ray/` import.
+Jobs run here, one after the other, or as Ray tasks. Only this module and `ray/` import Ray.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 
 from h5async.errors import ConfigError, H5AsyncError, needs_package
 
-_AHEAD = 1000  # results that may wait for an earlier one
-_RETRIES = 5  # of a job whose worker has died
+_AHEAD = 1000  # maximum results waiting for an earlier one
+_RETRIES = 5  # of a job whose worker died
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-_kept: tuple[str, Any] = "", None  # in a worker: the function of its last job, with what it opened
+_kept: tuple[str, Any] = "", None  # in a worker: its last job's function, with its open files
 
 
 def run_jobs(
@@ -28,15 +28,15 @@ def run_jobs(
     ray: str | None = None,
     threads: int = 1,
 ) -> Iterator[Result]:
-    """Yield what a function returns of each item; on Ray, if `ray` says where.
+    """Yield the result of a function for each item, computed on Ray if `ray` is given.
 
-    That is the address of a cluster, or ``"auto"``: the one that this process has joined, that runs
-    here, or a new one. A job takes as many CPUs as it has `threads`. A worker process unpickles the
-    function once for all of its jobs, and has the current folder of this process. If a worker dies,
-    its job runs again: it must not matter what the job had done.
+    `ray` is the address of a cluster, or ``"auto"``: the one that this process has joined, one that
+    runs here, or a new one. A job takes as many CPUs as it has `threads`. A worker process
+    unpickles the function once for all of its jobs, which run in this process's current folder. If
+    a worker dies, its job runs again, so jobs must be safe to repeat.
 
-    An error of a job is raised as it was, after those that run have ended; no others begin. After
-    an interruption, they are ended, unless this process had joined the cluster before.
+    If a job fails, no others start, and its error is raised once the running ones have ended. After
+    an interruption, running jobs are killed, unless this process had joined the cluster before.
 
     Raises
     ------
@@ -54,7 +54,7 @@ def run_jobs(
 
 @contextlib.contextmanager
 def _cluster(address: str) -> Iterator[Any]:
-    """Join a cluster, unless this process has; leave it in the end."""
+    """Join a cluster, unless this process already has; leave it at the end."""
     with needs_package("'h5async[ray]'", "jobs on Ray"):
         import ray
     if ray.is_initialized():
@@ -63,7 +63,7 @@ def _cluster(address: str) -> Iterator[Any]:
     try:
         ray.init(None if address == "auto" else address, log_to_driver=False)
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"there is no cluster of Ray at {address}: {error}") from error
+        raise ConfigError(f"there is no Ray cluster at {address}: {error}") from error
     try:
         yield ray
     finally:
@@ -75,12 +75,12 @@ def _on_ray(
 ) -> Iterator[Any]:
     run = ray.remote(num_cpus=threads, max_retries=_RETRIES)(_run)
     shared, numbered = [ray.put(function), os.getcwd()], enumerate(items)
-    waiting: dict[Any, int] = {}  # what runs, or soon will, and its number
+    waiting: dict[Any, int] = {}  # submitted jobs, with their numbers
     done: dict[int, Any] = {}
     try:
         for number in itertools.count():
             while number not in done:
-                # Few, as `ray.cancel` may crash this process (2.60); as Ray grows, more.
+                # Few, as `ray.cancel` may crash this process (2.60); more as the cluster grows.
                 most = 2 + int(ray.cluster_resources().get("CPU", 0) // threads)
                 room = min(most, _AHEAD - len(done)) - len(waiting)
                 for at, item in itertools.islice(numbered, max(0, room)):
@@ -91,15 +91,15 @@ def _on_ray(
                 done[waiting.pop(ended)] = ray.get(ended)
             yield done.pop(number)
     except ray.exceptions.RayError as error:
-        if waiting:  # nobody writes any more when the error is raised
+        if waiting:  # no job may still write when the error is raised
             ray.wait([*waiting], num_returns=len(waiting))
         if isinstance(error, ray.exceptions.RayTaskError):
             raise error.cause from error
-        raise H5AsyncError(f"Ray has given up a job: {error}") from error
+        raise H5AsyncError(f"Ray gave up on a job: {error}") from error
 
 
 def _run(shared: list[Any], item: Any) -> Any:
-    """Run a job, in a worker; `shared` are a reference to the function, and the folder."""
+    """Run a job in a worker; `shared` has a reference to the function, and the folder."""
     global _kept
     import ray
 

@@ -1,4 +1,4 @@
-"""Finds the memory and the cores that this process may use, and the limit that decides.
+"""Determines the memory and cores that this process may use, and which limit applies.
 
 The machine's free memory, and what control groups leave, is divided by the number of processes that
 a launcher started on this node. `ulimit` applies to this process alone.
@@ -38,11 +38,11 @@ _COUNTS = (
     "MV2_COMM_WORLD_LOCAL_SIZE",
 )
 _SLURM_COUNTS, _SLURM_NODE = "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"
-_MAX_NODES = 1 << 20  # limits the memory that a wrong variable can cost
+_MAX_NODES = 1 << 20  # limits the memory that a malformed variable can take
 
 
 class MemoryLeft(NamedTuple):
-    """The bytes that a limit still allows, and the limit's name for users, such as a file."""
+    """The bytes that a limit still allows, and the name of the limit to show, such as a file."""
 
     nbytes: int
     limit: str
@@ -63,7 +63,7 @@ def usable_cores() -> int:
 def free_memory(
     root: Path = _ROOT, environment: Mapping[str, str] = os.environ
 ) -> list[MemoryLeft]:
-    """Return what each limit leaves this process, the tightest first; there is at least one."""
+    """Return the memory that each limit leaves this process, tightest first; never empty."""
     ranks = local_ranks(environment)
     shared = [_of_machine(root), *memory_left(root)]
     found = [MemoryLeft(nbytes // ranks, limit) for nbytes, limit in shared]
@@ -121,13 +121,13 @@ def _of_process(root: Path) -> list[MemoryLeft]:
 
 
 def _sizes(path: Path) -> dict[str, int]:
-    """Return the sizes that a file lists in kB, in bytes, by their names."""
+    """Return the sizes that a file lists in kB, in bytes, by name."""
     found = re.findall(r"^(\w+):\s*(\d+) kB$", _text(path), re.MULTILINE)
     return {name: int(count) * 1024 for name, count in found}
 
 
 def memory_left(root: Path = _ROOT) -> list[MemoryLeft]:
-    """Return what each memory limit of this process's groups leaves, in any order."""
+    """Return the memory that each limit of this process's groups leaves, in any order."""
     found: list[MemoryLeft] = []
     of_version_1, of_version_2 = _groups("memory", root)
     for folder in of_version_1:
@@ -154,10 +154,10 @@ def cpu_quota(root: Path = _ROOT) -> float | None:
 
 
 def _left_by(folder: str, limit: str, usage: str, prefix: str) -> Iterator[MemoryLeft]:
-    """Yield what a group's limit leaves; page cache counts as free, since it is reclaimable.
+    """Yield the memory that a group's limit leaves; reclaimable page cache counts as free.
 
     Version 1 has a `prefix`; its statistics include limits of groups above that a container cannot
-    see. Files are read only where there may be a limit: each takes some of a small reader's time.
+    see. Files are read only if there may be a limit, to save time when opening a small reader.
     """
     least = _number(f"{folder}/{limit}")
     if least is None and not prefix:
@@ -184,7 +184,7 @@ def _groups(controller: str, root: Path) -> tuple[tuple[str, ...], tuple[str, ..
 
 @lru_cache(maxsize=16)
 def _folders(controller: str, root: str, cgroup: str, mountinfo: str) -> tuple[str, ...]:
-    """Return the folders of one hierarchy, of which the files' texts tell."""
+    """Return the folders of one hierarchy, according to the texts of the two files."""
     path = _group(controller, cgroup)
     if path is None:
         return ()
@@ -211,9 +211,9 @@ def _group(controller: str, cgroup: str) -> str | None:
 
 
 def _mounts(controller: str, root: Path, mountinfo: str) -> Iterator[tuple[str, Path]]:
-    """Yield the groups that are mounted of a hierarchy, and where.
+    """Yield the mounted groups of a hierarchy, and their mount points.
 
-    Of several on one folder, that is the last, which hides the others.
+    If several are mounted on one folder, the last one hides the others.
     """
     found = {}
     for line in mountinfo.split("\n"):
@@ -243,7 +243,7 @@ def _text(path: str | Path) -> str:
 
 
 def _number(path: str) -> int | None:
-    """Return the number in a file; None if there is none (but "max", for example)."""
+    """Return the number in a file; None if there is none ("max", for example)."""
     with suppressing(ValueError):
         return int(_text(path))
     return None

@@ -1,9 +1,9 @@
-"""Counts what threads do, sums up the times of stages, and records on request when each did what.
+"""Counts the work of threads, sums the times of stages, and on request records when each was done.
 
 `h5async.observe.stats` explains the stages.
 
 A `Recorder` lives as long as a reader, and has a `Timeline` while recording. All parts report to
-the recorder, which otherwise does nothing. The compiled core records its own work
+the recorder, which ignores reports otherwise. The compiled core records its own work
 (core/src/trace.c).
 """
 
@@ -19,13 +19,13 @@ from time import perf_counter, perf_counter_ns
 from typing import Any, NamedTuple
 
 STAGES = ("plan", "fetch", "read", "decode", "place", "transform", "postprocess", "upload")
-# Names of the core's stages, by its numbers.
 IN_MEMORY = -3  # in place of a source, in events of the core
+# Names of the core's stages, by its numbers.
 CORE_STAGES = ("plan", "read", "decode", "place", "transform", "request", "wait", "upload")
 
 NO_BATCH, NO_FIELD = -1, -1
 
-# Begins a range with a name in another tool, in this thread; returns a function that ends it.
+# Begins a named range in another tool, for this thread; returns a function that ends it.
 OpenRange = Callable[[str], Callable[[], object]]
 
 _OFF = nullcontext()
@@ -45,8 +45,8 @@ class ThreadCounts:
     decoded_nbytes: int = 0
     h5py_decoded_nbytes: int = 0  # by HDF5, from chunks that only h5py reads
     transform_ns: int = 0  # by the core
-    plan_ns: int = 0  # by the core, of batches in its queue
-    upload_ns: int = 0  # as before
+    plan_ns: int = 0  # by the core, for batches in its queue
+    upload_ns: int = 0  # likewise
 
     def plus(self, other: ThreadCounts, times: int = 1) -> ThreadCounts:
         """Return the sum of all counts; `other` counts `times` times."""
@@ -62,7 +62,7 @@ class StageTimes:
         self._ns = dict.fromkeys(STAGES, 0)
 
     def add(self, stage: str, begin_ns: int) -> None:
-        """Add the time since `begin_ns`, of `perf_counter_ns`, to a stage."""
+        """Add the time since `begin_ns` (from `perf_counter_ns`) to a stage."""
         taken = perf_counter_ns() - begin_ns
         with self._lock:
             self._ns[stage] += taken
@@ -71,19 +71,19 @@ class StageTimes:
         """Return the time of each stage so far, in thread nanoseconds."""
         with self._lock:
             found = self._ns.copy()
-        return found  # (not above: an exception of a signal handler might leave it locked)
+        return found  # (outside `with`: a signal handler that raises might leave it locked)
 
 
 class Event(NamedTuple):
-    """A period in which a thread did a stage."""
+    """A period in which a thread worked on a stage."""
 
     stage: str
     begin_ns: int
     end_ns: int
     thread: int  # of `threading.get_ident`
     batch: int  # a serial number, or `NO_BATCH` for given samples
-    field: int | str = NO_FIELD  # a column's number, or a field's name; or of none, or several
-    source: int | str = -1  # what was read: the number of a source in the core, or a name
+    field: int | str = NO_FIELD  # a column's number or a field's name; NO_FIELD: none or several
+    source: int | str = -1  # the source read: its number in the core, or a name
 
 
 class ThreadName(NamedTuple):
@@ -94,11 +94,11 @@ class ThreadName(NamedTuple):
 
 
 class Timeline:
-    """A record of what threads do. Thread-safe.
+    """A record of the work of threads. Thread-safe.
 
-    The first `max_events` are kept, and others counted as `dropped`. `open_ranges`, functions of
-    other tools, are called when Python code begins something. `threads` has the names of the
-    events' threads; `batches`, the epoch and number of batches up to the last `take_events`.
+    The first `max_events` are kept, and the others counted as `dropped`. `open_ranges`, functions
+    of other tools, are called when Python code begins a stage. `threads` has the names of the
+    events' threads; `batches`, the epochs and numbers of batches up to the last `take_events`.
     """
 
     def __init__(self, max_events: int, open_ranges: Sequence[OpenRange] = ()) -> None:
@@ -117,7 +117,7 @@ class Timeline:
         self._here: dict[int, tuple[int, int, int | str]] = {}
         self._lock = threading.RLock()
 
-    # --- what is done -----------------------------------------------------------------------------
+    # --- recording --------------------------------------------------------------------------------
 
     def work_on(self, batch: int, field: int = NO_FIELD, source: int | str = -1) -> None:
         """Note what this thread works on from now on, for `add`."""
@@ -159,7 +159,7 @@ class Timeline:
                 self._drop()
 
     def hold(self, batch: int) -> None:
-        """Note that a batch is in use from now on; called by the consumer, as those below."""
+        """Note that a batch is in use from now on; like those below, called by the consumer."""
         now = perf_counter()
         self.waited(now, now, batch, True)
 
@@ -168,7 +168,7 @@ class Timeline:
         self._waiting = self.ranges("wait")
 
     def ranges(self, stage: str) -> ExitStack:
-        """Return a context that is open, in which this thread does a stage, for other tools."""
+        """Open a range for a stage of this thread in other tools; return the context to close."""
         stack = ExitStack()
         for open_range in self.open_ranges:
             stack.callback(open_range(_RANGE + stage))
@@ -177,7 +177,7 @@ class Timeline:
     def waited(self, begin: float, end: float, batch: int, is_there: bool) -> None:
         """Note that this thread has waited for a batch, in seconds of `time.perf_counter`.
 
-        No batch is in use meanwhile. From the end on, this one is, if `is_there`.
+        No batch is in use during the wait. Afterwards, this one is, if `is_there`.
         """
         waits = self._waits
         if len(waits) < self.max_events:
@@ -191,7 +191,7 @@ class Timeline:
         with self._lock:
             self.dropped += 1
 
-    # --- what is made of it -----------------------------------------------------------------------
+    # --- collecting -------------------------------------------------------------------------------
 
     def take_events(self, end_ns: int, more: Sequence[Event] = ()) -> list[Event]:
         """Return the events since the last call; a batch in use ends at `end_ns`.
@@ -206,7 +206,7 @@ class Timeline:
         requests, self._requests = list(self._requests), []
         for when, several in groupby(requests, key=lambda one: one[:3]):
             begin_ns, last_ns, thread = when
-            asked = list(several)  # at once
+            asked = list(several)  # batches requested at once
             share = (last_ns - begin_ns) // len(asked)
             for number, (*_, serial, epoch, batch) in enumerate(asked):
                 self.batches[serial] = epoch, batch
@@ -243,7 +243,7 @@ _NOTHING: tuple[int, int, int | str] = (NO_BATCH, NO_FIELD, -1)
 
 
 class Recorder:
-    """Gives all who report the current `timeline`; None if nothing is recorded."""
+    """Holds the current `timeline` for all parts that report; None if nothing is recorded."""
 
     __slots__ = ("timeline",)
 
@@ -251,7 +251,7 @@ class Recorder:
         self.timeline: Timeline | None = None
 
     def ranges(self, stage: str) -> AbstractContextManager[Any]:
-        """Return a context in which this thread does a stage, for other tools."""
+        """Return a context that marks a stage of this thread in other tools."""
         timeline = self.timeline
         if timeline is None or not timeline.open_ranges:
             return _OFF

@@ -203,7 +203,7 @@ def test_images_by_color(tmp_path, axes, sizes):
 def test_features_that_do_not_fit_in_memory_are_refused(tmp_path):
     path = write(tmp_path / "a.h5", np.zeros((2, 30, 40), "u1"))
     assert measured(path, per="feature").count.shape == (30, 40)
-    with pytest.raises(ConfigError, match=r"'x' has 1,200 features, and there is memory for"):
+    with pytest.raises(ConfigError, match=r"'x' has 1,200 features, but there is only memory for"):
         measured(path, per="feature", max_batch_bytes=100_000)
     measured(path, per="channel", max_batch_bytes=100_000)
 

@@ -187,7 +187,7 @@ def test_files_that_change_meanwhile_are_noticed(tmp_path, monkeypatch):
         (folder / "a" / "3.png").write_bytes(sorts()["plain.jpg"])
 
     monkeypatch.setattr(folders, "_list_files", listing)
-    with pytest.raises(ReadError, match=r"3\.png was changed while it was packed"):
+    with pytest.raises(ReadError, match=r"3\.png was changed while it was being packed"):
         h5async.pack(folder, tmp_path / "out.h5")
 
 

@@ -83,7 +83,7 @@ def test_a_full_disk_is_told_with_how_to_go_on(tmp_path, monkeypatch, undisturbe
         return pwrite(*arguments)
 
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(WriteError, match=r"No space left.*stays: go on by resume=True"):
+    with pytest.raises(WriteError, match=r"No space left.*is kept: continue with resume=True"):
         h5async.pack(samples(), tmp_path / "out.h5")
     monkeypatch.setattr(os, "pwrite", pwrite)
     h5async.pack(samples(), tmp_path / "out.h5", resume=True)

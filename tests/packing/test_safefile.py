@@ -63,7 +63,7 @@ def test_nothing_looks_whole_before(tmp_path, monkeypatch):
     path = tmp_path / "out.h5"
     interrupt(monkeypatch, path)
     assert sorted(os.listdir(tmp_path)) == ["out.h5.journal", "out.h5.partial"]
-    with pytest.raises(ConfigError, match=r"was not finished; go on by resume=True"):
+    with pytest.raises(ConfigError, match=r"was not finished; continue with resume=True"):
         write(path)
     write(path, resume=True)
     assert_whole(path)
@@ -88,7 +88,7 @@ def test_appending_goes_on(tmp_path, monkeypatch):
     interrupt(monkeypatch, path, rows=2 * ROWS, append=True)
     with h5py.File(path) as file:
         assert file["a"][:ROWS].tolist() == killing.VALUES[:ROWS].tolist()
-    with pytest.raises(ConfigError, match=r"was not finished; go on by resume=True$"):
+    with pytest.raises(ConfigError, match=r"was not finished; continue with resume=True$"):
         write(path, rows=2 * ROWS, append=True)
     write(path, rows=2 * ROWS, append=True, resume=True)
     assert_whole(path, 2 * ROWS)
@@ -153,7 +153,7 @@ def test_full_disk(tmp_path, monkeypatch, place):
         write(path)
     monkeypatch.undo()
     is_committed = (tmp_path / "out.h5.journal").exists()
-    assert ("go on by resume=True" in str(raised.value)) == is_committed
+    assert ("continue with resume=True" in str(raised.value)) == is_committed
     assert not path.exists()
     write(path, resume=True)
     assert_whole(path)
@@ -190,7 +190,7 @@ def test_two_writers(tmp_path):
 def test_other_sources(tmp_path, monkeypatch):
     path = tmp_path / "out.h5"
     interrupt(monkeypatch, path)
-    with pytest.raises(ConfigError, match="begun with other sources or options"):
+    with pytest.raises(ConfigError, match="started with other sources or options"):
         SafeFile(path, digest="columns", resume=True)
     write(path, overwrite=True)
     assert_whole(path)

@@ -74,7 +74,7 @@ def test_npz_larger_than_memory(tmp_path, save, monkeypatch):
     with pytest.raises(ConfigError, match="h5async repack --shuffle"):
         opened(tmp_path / "in.npz", tmp_path, shuffle=True, **options)
     save(tmp_path / "f.npz", np.asfortranarray(ARRAYS["wide"]))
-    with pytest.raises(ReadError, match=r"f\.npz: arr_0\.npy has .* extract the file"):
+    with pytest.raises(ReadError, match=r"f\.npz: arr_0\.npy is .* extract the file"):
         opened(tmp_path / "f.npz", tmp_path, **options)
     content = bytearray((tmp_path / "in.npz").read_bytes())
     content[len(content) // 2] ^= 1
@@ -161,9 +161,9 @@ def test_images_among_samples_are_resized_and_bad_ones_left_out(tmp_path):
 
 
 ODD = {
-    "a shape": ({"x": np.zeros(3)}, {"x": np.zeros((3, 3))}, "has float64.3, 3., and float64.3."),
+    "a shape": ({"x": np.zeros(3)}, {"x": np.zeros((3, 3))}, "has float64.3, 3., but float64.3."),
     "a type": ({"x": 1}, {"x": 1.5}, "has float64"),
-    "a key": ({"x": 1}, {"x": 1, "y": 2}, 'have "y"'),
+    "a key": ({"x": 1}, {"x": 1, "y": 2}, 'lack "y"'),
     "none": ({"x": 1}, {"x": None}, '"x" is None'),
     "text": ({"x": "a"}, {"x": "a\0b"}, "NUL"),
     "no mapping": ({"x": 1}, [1], "is a list"),
@@ -215,7 +215,7 @@ def test_strings_that_are_no_utf8_keep_their_bytes(tmp_path):
 
 @pytest.mark.parametrize(
     ("sources", "message"),
-    [({"x": np.zeros((3, 0))}, "without values"), ({"x": [[1], [1, 2]]}, "is no array")],
+    [({"x": np.zeros((3, 0))}, "without values"), ({"x": [[1], [1, 2]]}, "is not an array")],
 )
 def test_arrays_that_cannot_be_packed(tmp_path, sources, message):
     with pytest.raises(DatasetError, match=message):
@@ -382,7 +382,7 @@ def test_values_for_nulls_within_lists_and_those_that_do_not_fit(tmp_path):
     importlib.import_module("pyarrow.parquet").write_table(table, path)
     with opened(path, tmp_path, fill={"a": -1, "b": 0}) as file:
         assert values(file["a"]) == [[1, -1], [3]]
-    with pytest.raises(DatasetError, match='cannot stand for nulls of "b"'):
+    with pytest.raises(DatasetError, match='cannot replace nulls of "b"'):
         opened(path, tmp_path, fill={"a": -1, "b": "none"})
 
 

@@ -411,7 +411,7 @@ def test_a_file_that_changed_is_an_error(paths):
     tasks = made.get_read_tasks(2)
     with h5py.File(paths[2], "a") as file:
         file["more"] = np.zeros(1000)
-    with pytest.raises(ReadError, match=r"0\.h5 and 2 more: .* make the dataset anew"):
+    with pytest.raises(ReadError, match=r"0\.h5 and 2 more: .* create the Ray dataset again"):
         list(tasks[1]())
 
 

@@ -1,7 +1,7 @@
-"""Defines what a source of samples is: it lists what it has, and makes blocks of samples.
+"""Defines sources of samples, which list their samples and make blocks of them.
 
-A source says how many samples it has, if it knows, and what it consists of, by a digest. It yields
-functions that return blocks, which threads call; the blocks are packed in that order.
+A source has a number of samples, if known, and a digest that identifies its content. It yields
+functions that return blocks; threads call them, and the blocks are packed in the order yielded.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from h5async.packing.schema import Block
 T = TypeVar("T")
 Int64s = NDArray[np.int64]
 Work = Callable[[], Block]
-BLOCK_NBYTES = 4 << 20  # of a block, about, if its size is known before
+BLOCK_NBYTES = 4 << 20  # approximate size of a block, if sizes are known in advance
 
 
 class Files:
-    """Files of a source, which must not change meanwhile."""
+    """Files of a source, which must not change while they are packed."""
 
     def __init__(self, paths: Iterable[str | Path]) -> None:
         self.paths = [os.path.abspath(path) for path in paths]
@@ -36,30 +36,30 @@ class Files:
 
     @property
     def nbytes(self) -> int:
-        """The size of all of them."""
+        """The total size."""
         return sum(size for size, _ in self._stamps)
 
     def digest(self) -> str:
-        """Return what differs if a file is another one."""
+        """Return a digest of paths, sizes and modification times."""
         return digest_of(zip(self.paths, self._stamps, strict=True))
 
     def check(self) -> None:
         """Raise ReadError if a file has changed."""
         for path, stamp in zip(self.paths, self._stamps, strict=True):
             if _stamp(path) != stamp:
-                raise ReadError(f"{path} was changed while it was packed; pack it again")
+                raise ReadError(f"{path} was changed while it was being packed; pack it again")
 
 
 class Source(ABC):
     """Samples to pack.
 
-    `name` is for messages; `count` is the number of samples, or None; `rows` is how many make a
-    block; `nbytes` is the size of the samples as they are, about, or None.
-    `kinds` are those of columns of encoded samples: ``image`` or ``audio``. `classes` are the names
-    of integers, by column. `once` are datasets that the file has once, by name: arrays, or lists of
-    strings. `files` must not change meanwhile. `notes` say what is left out.
-    If `files_are_sources`, some of them could be packed alone. If it `is_in_order`, it can only be
-    read from the beginning; else `order` may map positions to samples.
+    `name` is for messages; `count` is the number of samples, or None; `rows` is the number of
+    samples per block; `nbytes` is the approximate size of the samples in the source, or None.
+    `kinds` maps columns of encoded samples to ``image`` or ``audio``; `classes` maps columns of
+    integers to class names. `once` has datasets that exist once per file, by name: arrays, or lists
+    of strings. `files` must not change meanwhile. `notes` lists what is left out.
+    If `files_are_sources`, any subset of them can be packed alone. If `is_in_order`, the source can
+    only be read sequentially; otherwise `order` may map positions to samples.
     """
 
     name = ""
@@ -76,33 +76,33 @@ class Source(ABC):
     notes: Sequence[str] = ()
 
     def digest(self) -> str:
-        """Return what differs if the source would give other samples: of files, by default."""
+        """Return a digest that changes if the samples may: by default, that of the files."""
         return self.files.digest()
 
     @abstractmethod
     def work(self, start: int) -> Iterator[Work]:
-        """Yield functions that return the blocks of all samples from position `start` on."""
+        """Yield functions that return blocks of samples, from position `start` on."""
 
 
 class ListedSource(Source):
-    """A source that can read any of its samples: `read` does, in any thread."""
+    """A source with random access: `read` returns any of its samples, in any thread."""
 
     count: int
     is_in_order = False
 
     @abstractmethod
     def read(self, numbers: Int64s) -> Block:
-        """Return the samples of these numbers, in this order."""
+        """Return the samples with these numbers, in this order."""
 
     def work(self, start: int) -> Iterator[Work]:
-        """Yield functions that return blocks, in order or by `order`."""
+        """Yield functions that return blocks, in the order given by `order`, if any."""
         for first in range(start, self.count, self.rows):
             numbers = np.arange(first, min(first + self.rows, self.count), dtype=np.int64)
             yield partial(self.read, numbers if self.order is None else self.order(numbers))
 
 
 def runs_of(items: Iterable[T], rows: int, nbytes_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yield runs of items: `rows` of them, or fewer if these have many bytes."""
+    """Yield runs of `rows` items, or fewer if these exceed `BLOCK_NBYTES`."""
     found, nbytes = list[T](), 0
     for one in items:
         found.append(one)
@@ -115,13 +115,13 @@ def runs_of(items: Iterable[T], rows: int, nbytes_of: Callable[[T], int]) -> Ite
 
 
 def as_slice(numbers: Int64s) -> slice | Int64s:
-    """Return numbers of samples as a slice, if they follow each other."""
+    """Return sample numbers as a slice if they are consecutive."""
     is_run = bool((np.diff(numbers) == 1).all())
     return slice(int(numbers[0]), int(numbers[-1]) + 1) if is_run else numbers
 
 
 def digest_of(parts: Iterable[object]) -> str:
-    """Return a digest of the texts of objects."""
+    """Return a digest of the representations of objects."""
     found = hashlib.blake2b(digest_size=16)
     for part in parts:
         found.update(repr(part).encode("utf-8", "surrogateescape") + b"\n")

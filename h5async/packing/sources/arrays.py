@@ -1,4 +1,4 @@
-"""Lists arrays, of .npy and .npz files or by name, and samples that an iterable yields."""
+"""Sources of arrays, in .npy and .npz files or by name, and of samples from an iterable."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _READ_HEADER: Mapping[Any, Any] = {
 
 
 class ArraySource(ListedSource):
-    """Arrays by name, with a sample in each row: of anything that NumPy can index."""
+    """Arrays by name, with one sample per row; any objects with the indexing of NumPy arrays."""
 
     def __init__(self, arrays: Mapping[str, Any], name: str, files: Sequence[Path] = ()) -> None:
         self.name, self.files = name, Files(files)
@@ -47,7 +47,7 @@ class ArraySource(ListedSource):
         if not lengths or len(set(lengths.values())) > 1:
             found = ", ".join(f"{one} has {count:,}" for one, count in lengths.items())
             raise DatasetError(
-                f"{self.name}: arrays that are packed together need as many rows, a sample each:"
+                f"{self.name}: arrays packed together need the same number of rows, one per sample:"
                 f' {found or "there are no arrays"}; choose some: h5async.pack({{"data": array,'
                 ' "labels": another}, out)'
             )
@@ -68,19 +68,19 @@ class ArraySource(ListedSource):
         return digest_of(parts)
 
     def work(self, start: int) -> Iterator[Work]:
-        """Yield functions that return blocks; what is read in order is read here."""
+        """Yield functions that return blocks; sequential sources are read here, by the caller."""
         works = super().work(start)
         return (partial(copy, work()) for work in works) if self.is_in_order else works
 
     def read(self, numbers: Int64s) -> Block:
-        """Return rows of all arrays."""
+        """Return the rows of all arrays."""
         chosen = as_slice(numbers)
         columns = {name: _values(np.array(array[chosen])) for name, array in self._arrays.items()}
         return Block(columns, len(numbers))
 
 
 class _FileRows:
-    """The rows of a .npy file, which is mapped anew for each block: so memory stays bounded."""
+    """The rows of a .npy file, mapped again for each block so that memory stays bounded."""
 
     def __init__(self, path: Path, found: Any, member: str | None = None) -> None:
         self._path, self._member = path, member
@@ -95,7 +95,7 @@ class _FileRows:
 
 
 class _ZippedRows:
-    """The rows of an array in a .npz file, which are read in order."""
+    """The rows of an array in a .npz file, read in order."""
 
     def __init__(self, path: Path, name: str) -> None:
         self._path, self._name = path, name
@@ -103,8 +103,8 @@ class _ZippedRows:
         self.nbytes = math.prod(self.shape) * self.dtype.itemsize
         if self._is_fortran or self.dtype.names:
             raise ValueError(
-                f"{name} has more bytes than memory allows, and its rows are not in order; extract"
-                " the file, and pack the .npy files"
+                f"{name} is larger than memory allows, and its rows cannot be read in order;"
+                " extract the file, and pack the .npy files"
             )
 
     def _open(self) -> None:
@@ -134,15 +134,15 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def array_files(paths: Sequence[Path], memory: int) -> ArraySource:
-    """Return the arrays of .npy and .npz files; one .npy file alone is named ``data``.
+    """Return the arrays of .npy and .npz files; the array of a single .npy file is ``data``.
 
-    Those of .npz files are read to memory, if they fit in half of it, or else in order.
+    Those of a .npz file are loaded if they fit in half of `memory`, and read in order otherwise.
     """
     arrays: dict[str, Any] = {}
     for path in paths:
         with _reading(path):
             if path.suffix.lower() == ".npz" and not zipfile.is_zipfile(path):
-                raise ValueError("it is no whole .npz file")
+                raise ValueError("it is not a complete .npz file")
             found: Any = np.load(path, mmap_mode="r", allow_pickle=False)
             if isinstance(found, np.ndarray):
                 found = {"data" if len(paths) == 1 else path.stem: _FileRows(path, found)}
@@ -157,7 +157,7 @@ def array_files(paths: Sequence[Path], memory: int) -> ArraySource:
 
 
 def _members(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arrays, with those of structured dtypes taken apart."""
+    """Return arrays, with structured dtypes split into one array per member."""
     found: dict[str, Any] = {}
     for name, given in arrays.items():
         try:
@@ -165,13 +165,13 @@ def _members(arrays: Mapping[str, Any]) -> dict[str, Any]:
             array = given if is_array else np.asarray(given)
         except ValueError as error:
             raise DatasetError(
-                f"{name} is no array ({error}); lists of any length are packed from an iterable of"
-                " samples, mappings of names to values"
+                f"{name} is not an array ({error}); to pack lists of any length, give an iterable"
+                " of samples, as mappings of names to values"
             ) from error
         if not isinstance(array.dtype, np.dtype):  # PyTorch's
             array = np.asarray(array)
         if not array.shape:
-            raise DatasetError(f"{name} is a single value, and samples are rows of an array")
+            raise DatasetError(f"{name} is a single value, but samples are rows of an array")
         for member in array.dtype.names or ():
             found[member if len(arrays) == 1 else f"{name}/{member}"] = array[member]
         if array.dtype.names is None:
@@ -186,10 +186,10 @@ def _values(rows: Any) -> Values:
 
 
 class RowSource(Source):
-    """Samples of an iterable, which must give the same ones again for a pack to be resumed.
+    """Samples of an iterable, which must yield the same ones again for a pack to be resumed.
 
-    Mappings in samples are taken apart: ``{"obs": {"image": ...}}`` is ``obs/image``. The columns
-    `varying` are of any length; others are if those of the first samples differ in length.
+    Nested mappings are flattened: ``{"obs": {"image": ...}}`` is ``obs/image``. The columns
+    `varying` have samples of any length, as have those whose first samples differ in length.
     """
 
     def __init__(self, rows: Iterable[Mapping[str, Any]], varying: Collection[str] = ()) -> None:
@@ -198,11 +198,11 @@ class RowSource(Source):
         self.count = len(rows) if isinstance(rows, Sized) else None
 
     def digest(self) -> str:
-        """Return a digest of its type: what an iterable would give is not known."""
+        """Return a digest of its type and length: the samples are not known in advance."""
         return digest_of([self.name, self.count])
 
     def work(self, start: int) -> Iterator[Work]:
-        """Yield functions that make columns, of the samples behind the first ones."""
+        """Yield functions that make columns of samples, after the first `start`."""
         rows = itertools.islice(iter(self._samples), start, None)
         for run in runs_of(rows, self.rows, _nbytes):
             yield partial(columns_of, run, start, self._varying)
@@ -210,20 +210,20 @@ class RowSource(Source):
 
 
 def _nbytes(value: Any) -> int:
-    """Return the bytes of the arrays, bytes and strings of a sample."""
+    """Return the total size of the arrays, bytes and strings in a sample."""
     if isinstance(value, Mapping):
         return sum(map(_nbytes, value.values()))
     return len(value) if isinstance(value, str | bytes) else getattr(value, "nbytes", 0)
 
 
 def columns_of(rows: list[Any], first: int, varying: Collection[str]) -> Block:
-    """Return the columns of samples, the first of which has the number `first`."""
+    """Return the columns of samples, numbered from `first`."""
     flat = [dict(_flat(row, first + number)) for number, row in enumerate(rows)]
     for number, row in enumerate(flat):
         if row.keys() != flat[0].keys():
             odd = sorted(row.keys() ^ flat[0].keys())
             raise DatasetError(
-                f'sample {first + number:,}: only it, or only those before it, have "{odd[0]}"; all'
+                f'sample {first + number:,}: either it or the samples before lack "{odd[0]}"; all'
                 " samples must have the same keys"
             )
     columns = {
@@ -257,7 +257,7 @@ def _joined(several: list[Any], name: str, first: int, *, is_varying: bool) -> V
     for number, one in enumerate(arrays):
         if not fits(one.dtype, found.dtype, one):
             raise DatasetError(
-                f'sample {first + number:,}: "{name}" is {one.dtype}; together with those beside it'
-                f" it would be {found.dtype}, which does not have its value: convert them"
+                f'sample {first + number:,}: "{name}" is {one.dtype}; combined with other samples'
+                f" it would be {found.dtype}, which cannot hold its value; convert them"
             )
     return found

@@ -1,12 +1,12 @@
-"""Lists files as samples: folders of images and audio, or tars, enter; their bytes leave.
+"""Sources of files: folders of images or audio, or tars, enter; the bytes of files leave.
 
-In folders, classes are the sorted names of the folders below, and files are sorted within a class,
-as by torchvision's ``ImageFolder``. A folder without folders has no labels.
+Classes are the sorted names of subfolders, and files are sorted within a class, as in torchvision's
+``ImageFolder``. A folder without subfolders has no labels.
 
-In tars, as WebDataset has them, a sample is a run of files with the same name up to the first dot.
-``.cls`` is ``labels``, and the names are ``filenames``; other columns are named by extension.
-Images are the column ``data``, whatever their extensions, unless samples have several. Tars that
-are compressed are read in order.
+In tars, as in WebDataset, a sample is a run of files with the same name up to the first dot.
+``.cls`` becomes ``labels``, and the names ``filenames``; other columns are named by extension.
+Images become the column ``data``, whatever their extensions, unless samples have several.
+Compressed tars are read in order.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SUFFIXES = {
 
 
 class FolderSource(ListedSource):
-    """Files of folders, with classes where they are in folders of these; `kind` is theirs."""
+    """Files of one `kind` in folders; subfolders, if any, are classes."""
 
     def __init__(self, folders: Sequence[Path], kind: str) -> None:
         suffixes = SUFFIXES[kind]
@@ -68,7 +68,7 @@ class FolderSource(ListedSource):
         for names, totals in ((folders, counts.sum(1)), (classes, counts.sum(0))):
             empty = [name for name, total in zip(names, totals, strict=False) if not total]
             if empty:
-                what = "would be a class, and has" if classes else "has"
+                what = "would be a class, but has" if classes else "has"
                 raise DatasetError(
                     f'{self.name}: the folder "{empty[0]}" {what} no file that ends in'
                     f" {', '.join(suffixes)}; remove it, or give another folder"
@@ -81,11 +81,11 @@ class FolderSource(ListedSource):
             self.classes = {"labels": classes}
 
     def digest(self) -> str:
-        """Return a digest of the names, sizes and times of all files, and of the classes."""
+        """Return a digest of the names, sizes and times of all files, and the classes."""
         return digest_of([self.name, self.classes, *self._files])
 
     def read(self, numbers: Int64s) -> Block:
-        """Return the bytes of files."""
+        """Return the contents of files."""
         listed = [self._files[number] for number in numbers.tolist()]
         entries = [(os.path.join(self.name, name), size, time) for name, size, time in listed]
         columns: dict[str, Values] = {"data": _contents(entries)}
@@ -96,7 +96,7 @@ class FolderSource(ListedSource):
 
 
 class _Listing(Sequence[tuple[str, int, int]]):
-    """Names, sizes and times of files, in a few bytes each: there may be millions."""
+    """Names, sizes and times of files, stored compactly: there may be millions."""
 
     def __init__(self) -> None:
         self._names, self._ends = bytearray(), array("q", [0])
@@ -130,8 +130,8 @@ def _folders_of(folder: Path) -> list[str]:
 
 
 def _list_files(folder: str, base: str, suffixes: tuple[str, ...], into: _Listing) -> None:
-    """List the files of a folder, if there is one, and those below; by their paths below `base`."""
-    with reading_file(folder):  # (Names are listed below, one folder's at a time.)
+    """List the files in a folder, if it exists, and below, by their paths relative to `base`."""
+    with reading_file(folder):  # (Only folders here: files are listed one folder at a time.)
         walked = os.walk(folder, onerror=_raise, followlinks=True) if os.path.isdir(folder) else ()
         roots = sorted(root for root, _, _ in walked)
     for root in roots:
@@ -152,7 +152,7 @@ def _raise(error: OSError) -> None:
 
 
 def _contents(entries: Sequence[tuple[str, int, int]]) -> list[Any]:
-    """Return the bytes of files, which lie one behind the other; raises like `_read`."""
+    """Return the contents of files, as views of one contiguous array; raises like `_read`."""
     ends = list(itertools.accumulate((size for _, size, _ in entries), initial=0))
     memory = np.empty(ends[-1], np.uint8)
     views = [memory[begin:end] for begin, end in itertools.pairwise(ends)]
@@ -162,13 +162,13 @@ def _contents(entries: Sequence[tuple[str, int, int]]) -> list[Any]:
 
 
 def _read(path: str, nbytes: int, changed: int, view: NDArray[np.uint8]) -> None:
-    """Read a file; ReadError if it is not as it was when it was listed."""
+    """Read a file; ReadError if it has changed since it was listed."""
     with reading_file(path), open(path, "rb") as file:
         stat = os.fstat(file.fileno())
         is_same = (stat.st_size, stat.st_mtime_ns) == (nbytes, changed)
         if is_same and file.readinto(view.data) == nbytes:
             return
-    raise ReadError(f"{path} was changed while it was packed; pack it again")
+    raise ReadError(f"{path} was changed while it was being packed; pack it again")
 
 
 # --- samples in tars ------------------------------------------------------------------------------
@@ -183,12 +183,12 @@ _ENCODED["data"] = "image"
 
 
 def tar_source(paths: Sequence[Path]) -> Source:
-    """Return the samples of tars."""
+    """Return the source for tars: a stream if any of them is compressed."""
     return TarStream(paths) if any(map(_compression_of, paths)) else TarSource(paths)
 
 
 class _Sample(NamedTuple):
-    """A sample: the number of its tar, its key, and its files by column, or where they are."""
+    """A sample: the number of its tar, its key, and its files by column (contents or places)."""
 
     tar: int
     key: str
@@ -196,14 +196,14 @@ class _Sample(NamedTuple):
 
 
 class TarSource(ListedSource):
-    """Samples of tars that are not compressed."""
+    """Samples of uncompressed tars."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.name, self.files, self.kinds = str(paths[0]), Files(paths), _ENCODED
         self.nbytes = self.files.nbytes
         self._keys: list[str] = []
-        self._tars = array("q")  # of each sample
-        self._places = array("q")  # of each sample and column: offset and size
+        self._tars = array("q")  # the number of each sample's tar
+        self._places = array("q")  # offset and size, for each sample and column
         self._odd: dict[int, Mapping[str, Any]] = {}  # the files of samples with other columns
         self._columns: list[str] = []
         for number, sample in enumerate(_samples(self.files.paths, reads=False)):
@@ -235,12 +235,12 @@ class TarSource(ListedSource):
                 files[name] = os.pread(opened[tar].fileno(), size, offset)
                 at += 2
                 if len(files[name]) < size:
-                    raise ReadError(f"{path} was changed while it was packed; pack it again")
+                    raise ReadError(f"{path} was changed while it was being packed; pack it again")
         return _Sample(tar, self._keys[number], self._odd.get(number, files))
 
 
 class TarStream(Source):
-    """Samples of tars of which some are compressed."""
+    """Samples of tars, some of them compressed."""
 
     files_are_sources = True
 
@@ -258,9 +258,9 @@ class TarStream(Source):
 
 
 def _samples(paths: Sequence[str], *, reads: bool) -> Iterator[_Sample]:
-    """Yield the samples of tars with their files, or, unless it `reads`, where these are.
+    """Yield the samples of tars with the contents of files or, unless it `reads`, their places.
 
-    Of the first sample depends whether images are the column ``data``, of which it has one then.
+    Images become the column ``data`` if the first sample has at most one.
     """
     is_single = None
     for tar, path in enumerate(paths):
@@ -283,7 +283,7 @@ def _samples(paths: Sequence[str], *, reads: bool) -> Iterator[_Sample]:
 
 
 class _Header(tarfile.TarInfo):
-    """A header of a tar. One that is damaged is an error, where tarfile would see an end."""
+    """A header of a tar. A damaged one raises an error; tarfile would take it for the end."""
 
     @classmethod
     def frombuf(cls, buf: Any, encoding: str, errors: str) -> Any:
@@ -296,14 +296,14 @@ class _Header(tarfile.TarInfo):
 
 
 def _members(path: Path, *, reads: bool) -> Iterator[tuple[str, str, Any]]:
-    """Yield the keys and extensions of files in a tar, and their contents, or where these are."""
+    """Yield the keys and extensions of files in a tar, and their contents or places."""
     tar = None
     with reading_file(path), _opened(path) as file:
         try:
             mode: Any = "r|" if reads else "r:"
             with tarfile.open(fileobj=file, mode=mode, tarinfo=_Header) as tar:
                 while (member := tar.next()) is not None:
-                    tar.members.clear()  # type: ignore[attr-defined]  # or it would keep them all
+                    tar.members.clear()  # type: ignore[attr-defined]  # it would keep all of them
                     parts = _PARTS.fullmatch(member.name)
                     if not member.isreg() or parts is None or _is_hidden(member.name):
                         continue
@@ -316,14 +316,14 @@ def _members(path: Path, *, reads: bool) -> Iterator[tuple[str, str, Any]]:
                 if reads and tar.fileobj.tell() == tar.offset:
                     raise tarfile.ReadError("it is cut off")
                 while reads and file.read(BLOCK_NBYTES):
-                    pass  # to the end, where checksums of what is compressed are
+                    pass  # read to the end, where the checksums of the compressed data are
         except (tarfile.TarError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
             where = f"at byte {tar.offset:,}, " if tar is not None else ""
-            raise ReadError(f"cannot read {path}: {where}{error}; make the tar anew") from error
+            raise ReadError(f"cannot read {path}: {where}{error}; create it again") from error
 
 
 def _compression_of(path: Path) -> str | None:
-    """Return the module that decompresses a file, by its first bytes; None if it is as it is."""
+    """Return the module that decompresses a file, by its first bytes; None if uncompressed."""
     with reading_file(path), open(path, "rb") as file:
         head = file.read(6)
     return next((name for magic, name in _COMPRESSED.items() if head.startswith(magic)), None)
@@ -339,7 +339,7 @@ def _opened(path: Path) -> Any:
 
 
 def _block(samples: Sequence[_Sample], names: Sequence[str], paths: Sequence[str]) -> Block:
-    """Return the decoded files of samples, which are to have columns of these names."""
+    """Return a block of samples with the columns `names`; samples with other columns are bad."""
     columns: dict[str, list[Any]] = {name: [] for name in names}
     bad: dict[int, str] = {}
     for place, sample in enumerate(samples):
@@ -373,7 +373,7 @@ def _decoded(name: str, content: bytes) -> Any:
     if last in _TEXTS:
         text = content.decode("utf-8")
         if last == "json":
-            json.loads(text)  # or it is damaged
+            json.loads(text)  # raises if it is damaged
         return text
     return content
 

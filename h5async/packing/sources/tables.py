@@ -1,9 +1,10 @@
-"""Lists what are tables for PyArrow: files, folders of episodes, datasets of Hugging Face.
+"""Sources of tables that PyArrow reads: files, folders of episodes, Hugging Face datasets.
 
-Numbers keep their types, and times are integers whose unit is an attribute; lists of one length are
-arrays, and others of any length; dictionaries are categories. Structs are taken apart.
+Numbers keep their types; times become integers with their unit in an attribute. Fixed-size lists
+become arrays, and others samples of any length; dictionaries become categories. Structs are split
+into columns.
 
-``episode_ends`` says where each episode ends, so that ``Sequences(ends="episode_ends")`` reads it.
+``episode_ends`` has the end of each episode, for ``Sequences(ends="episode_ends")``.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ _UNITS: Mapping[Any, str] = {
     "ns": "nanoseconds",
 }
 
-Fill = Mapping[str, Any]  # values instead of nulls, by column
+Fill = Mapping[str, Any]  # values that replace nulls, by column
 
 
 @cache
 def _arrow() -> Any:
-    """Return pyarrow, which only those need who pack tables."""
+    """Import and return pyarrow, which only tables need."""
     with needs_package("pyarrow", "tables that are packed"):
         import pyarrow.csv
         import pyarrow.parquet
@@ -55,7 +56,7 @@ def _arrow() -> Any:
 
 
 class TableSource(Source):
-    """The rows of files of tables, one after the other."""
+    """The rows of several table files, one after the other."""
 
     files_are_sources = True
 
@@ -92,7 +93,7 @@ class TableSource(Source):
 
 
 def _count(path: Path) -> int | None:
-    """Return the number of rows of a file, if it says so."""
+    """Return the number of rows in a file, if it is stored there."""
     if path.suffix.lower() == ".csv":
         return None
     if path.suffix.lower() != ".parquet":
@@ -102,7 +103,7 @@ def _count(path: Path) -> int | None:
 
 
 def _batches(path: Path, skipped: int) -> Iterator[Any]:
-    """Yield the record batches of a file, without the first rows, none of many bytes."""
+    """Yield the record batches of a file after `skipped` rows, cut to about `BLOCK_NBYTES`."""
     known = {".parquet": _parquet_batches, ".csv": _csv_batches}
     several = known.get(path.suffix.lower(), _arrow_batches)
     for batch in several(path, skipped):
@@ -130,7 +131,7 @@ def _csv_batches(path: Path, skipped: int) -> Iterator[Any]:
             if _is_binary(kind):
                 raise ReadError(
                     f'cannot read {path}: its column "{name}" is not encoded as UTF-8;'
-                    " convert the file, by iconv -f latin1 -t utf-8 if it is Latin-1"
+                    " convert the file, with iconv -f latin1 -t utf-8 if it is Latin-1"
                 )
         yield from _without(reader, skipped)
 
@@ -155,7 +156,7 @@ def _without(batches: Iterable[Any], skipped: int) -> Iterator[Any]:
 
 
 def block_of(table: Any, fill: Fill, where: str) -> Block:
-    """Return the columns of a record batch, or of a table."""
+    """Return the columns of a record batch or table."""
     columns: dict[str, Values] = {}
     names = table.schema.names
     if len({*names}) < len(names):
@@ -171,7 +172,7 @@ def block_of(table: Any, fill: Fill, where: str) -> Block:
 
 
 def _unit(kind: Any) -> str:
-    """Return what integers count that times are stored as, as the CF conventions say it."""
+    """Return the unit of a time type as stored, in CF notation; "" for other types."""
     types = _arrow().types
     if types.is_date(kind):
         return f"{'days' if types.is_date32(kind) else 'milliseconds'} since 1970-01-01"
@@ -182,7 +183,7 @@ def _unit(kind: Any) -> str:
 
 
 def _columns(name: str, array: Any, fill: Fill, where: str) -> Iterable[tuple[str, Values]]:
-    """Yield the columns of an array: several, if it is one of structs."""
+    """Yield the columns of an array: several for structs."""
     array = _filled(array, name, fill, where)
     types = _arrow().types
     if isinstance(array.type, _arrow().FixedShapeTensorType):
@@ -210,7 +211,7 @@ def _filled(array: Any, name: str, fill: Fill, where: str) -> Any:
         return array.fill_null(fill[name])
     except (_arrow().ArrowException, OverflowError) as error:
         raise DatasetError(
-            f'{where}: {named("fill", {name: fill[name]})} cannot stand for nulls of "{name}",'
+            f'{where}: {named("fill", {name: fill[name]})} cannot replace nulls of "{name}",'
             f" {array.type}: {error}"
         ) from error
 
@@ -253,7 +254,7 @@ def _is_binary(kind: Any) -> bool:
 
 
 def _contents(contents: Any, paths: Any, name: str, where: str) -> list[bytes]:
-    """Return bytes, of the files at the paths where they are null."""
+    """Return bytes; where they are null, those of the file at the path."""
     found = contents.to_pylist()
     for number, (content, path) in enumerate(zip(found, paths.to_pylist(), strict=True)):
         if content is None:
@@ -268,12 +269,12 @@ def _require_values(array: Any, name: str, where: str) -> None:
     if array.null_count:
         raise DatasetError(
             f'{where}: column "{name}", {array.type}, has {array.null_count:,} nulls, which HDF5'
-            f" cannot store; say what stands for them: {named('fill', {name: 0})}"
+            f" cannot store; give a value to replace them: {named('fill', {name: 0})}"
         )
 
 
 class EpisodeSource(TableSource):
-    """The rows of all episodes of a folder, as LeRobot writes it, in order."""
+    """The rows of all episodes, in order, in a folder written by LeRobot."""
 
     files_are_sources = False
 
@@ -294,8 +295,8 @@ class EpisodeSource(TableSource):
         videos = sum(1 for _ in (folder / "videos").rglob("*.mp4"))
         if videos:
             self.notes = [
-                f"not packed: {videos:,} video{'s' * (videos > 1)} in {folder / 'videos'}; decode"
-                " them, if frames are needed, and pack samples with their images from Python"
+                f"not packed: {videos:,} video{'s' * (videos > 1)} in {folder / 'videos'}; if you"
+                " need the frames, decode them, and pack samples with these images from Python"
             ]
         tasks = folder / "meta" / "tasks.jsonl"
         if tasks.is_file():
@@ -306,7 +307,7 @@ class EpisodeSource(TableSource):
 
 
 class HuggingFaceSource(ListedSource):
-    """A `datasets.Dataset`. Names of classes are those of its features."""
+    """A `datasets.Dataset`, with class names from its features."""
 
     def __init__(self, dataset: Any, fill: Fill) -> None:
         if isinstance(dataset, dict):
@@ -335,7 +336,7 @@ class HuggingFaceSource(ListedSource):
 
 
 def saved_dataset(folder: Path) -> Any:
-    """Return the dataset that was saved in a folder."""
+    """Load a Hugging Face dataset that was saved in a folder."""
     with needs_package("datasets", "datasets of Hugging Face"):
         import datasets
     return datasets.load_from_disk(str(folder))
