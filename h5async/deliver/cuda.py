@@ -291,7 +291,7 @@ class CudaSlot(DeviceSlot):
             self._decoded.record(stream.ptr)
             self._decoded.synchronize()
         if any(self.staging[i].is_bad[0] for i in staged):
-            raise NotDecoded("a block, or its checksum, is not what it should be")
+            raise NotDecoded("a block was not decoded, or its size or checksum is wrong")
 
     def acquire(self) -> None:
         """Make the caller's current streams wait for the batch."""
@@ -359,7 +359,7 @@ class CudaDevice(Device):
         for name, dtype in dtypes.items():
             if not cupy_has(dtype):
                 raise DeviceError(
-                    f'field "{name}": dtype {dtype} cannot lie on a GPU: CuPy has only'
+                    f'field "{name}": dtype {dtype} is not possible on a GPU: CuPy has only'
                     " booleans and numbers; leave the field out, or read with"
                     f" {named('device', 'cpu')}"
                 )
@@ -377,7 +377,7 @@ class CudaDevice(Device):
                 with gpu.failing("no slots can be made"):
                     raise
             raise DeviceError(
-                f"{count} slots of {contents.rows} rows do not fit the memory of {self.name}"
+                f"{count} slots of {contents.rows} rows do not fit in the memory of {self.name}"
                 f" ({error}); make {named('batch_size')} or {named('prefetch')} smaller"
             ) from error
         self.slots = slots

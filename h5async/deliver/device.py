@@ -276,7 +276,7 @@ class Device:
         Returns the `Budget` if `cache_bytes` or the device's free memory does not suffice.
         """
         raise DeviceError(
-            f"{named('cache', 'device')} keeps rows on a GPU, and none was found; use"
+            f"{named('cache', 'device')} keeps rows on a GPU, but none was found; use"
             f" {named('cache', 'host')}"
         )
 
@@ -321,7 +321,7 @@ class Pinning:
         try:
             self._torch: Any = importlib.import_module("torch")
         except ImportError as error:
-            raise DeviceError(f"PyTorch pins memory, and is not installed ({error})") from error
+            raise DeviceError(f"PyTorch, which pins memory, is not installed ({error})") from error
         if not self._torch.cuda.is_available():
             raise DeviceError(f"PyTorch {self._torch.__version__} finds no GPU; {hint}")
 
@@ -398,5 +398,5 @@ def _failing(what: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise DeviceError(
-            f"{what} ({error}); after a fault of the GPU this process has to be started again"
+            f"{what} ({error}); after a GPU fault, this process has to be restarted"
         ) from error

@@ -84,7 +84,7 @@ class Nvcomp:
         major, minor = properties.version // 1000, properties.version % 1000 // 100
         self.version = f"{major}.{minor}.{properties.version % 100}"
         if major not in _MAJOR_VERSIONS:
-            raise NvcompError(f"nvCOMP {self.version} is installed; versions 5 and 6 are known")
+            raise NvcompError(f"nvCOMP {self.version} is installed; versions 5 and 6 work")
         self._wants_stream = major >= 6
         self._options = _Options(_BACKEND_CUDA, b"")
 
@@ -334,8 +334,8 @@ def find_formats(
             staged = config.prefetch * found.staging_nbytes
             if staged > host_nbytes:
                 found = (
-                    f"its encoded chunks take {staged:,} bytes of the host's memory, of"
-                    f" {max(0, host_nbytes):,} that max_batch_bytes leaves them"
+                    f"its encoded chunks need {staged:,} bytes of host memory, but max_batch_bytes"
+                    f" leaves only {max(0, host_nbytes):,} for them"
                 )
             elif needed > free_nbytes * _MEMORY_SHARE:
                 found = (

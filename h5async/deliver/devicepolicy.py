@@ -114,7 +114,7 @@ def find_gpu(number: int | None = None) -> tuple[Gpu, str]:
             f"CuPy {cupy.__version__} is installed but finds no usable GPU ({error}); check"
             f" with: nvidia-smi. To read without one: {named('device', 'cpu')}"
         ) from error
-    reason = "the option device"
+    reason = "chosen by the option device"
     if number is None and count:
         number, reason = choose(cupy, count)
     if not count or number is None or number >= count:
@@ -250,7 +250,7 @@ class DevicePolicy:
                 config, layouts, rows, on_host, self._gpu.gpu.free_nbytes, host_nbytes
             )
         elif config.decode == "device":
-            raise DeviceError(f"{named('decode', 'device')} needs a GPU, and none was found")
+            raise DeviceError(f"{named('decode', 'device')} needs a GPU, but none was found")
         staged = sum(form.staging_nbytes for form in self.formats if form is not None)
         self.host_nbytes = config.prefetch * staged  # host memory for encoded chunks
         self._choice = DecodeChoice(config.decode, obstacle)

@@ -100,10 +100,10 @@ class Gpu:
         except self.errors as error:
             hint = (
                 f"its memory is used up: make {named('batch_size')}, {named('prefetch')} or"
-                f" {named('cache_bytes')} smaller, or end"
-                " what else uses it"
+                f" {named('cache_bytes')} smaller, or stop"
+                " other programs that use it"
                 if self.is_lack_of_memory(error)
-                else "after a fault of the GPU this process has to be started again, perhaps with"
+                else "after a GPU fault, this process has to be restarted, perhaps with"
                 f" {named('decode', 'host')}"
             )
             raise DeviceError(f"{self.name}: {what} ({error}); {hint}") from error

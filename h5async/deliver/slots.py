@@ -409,8 +409,8 @@ class SlotRing(Generic[Result]):
         """Report an error outside of any batch: assignments may never be carried out."""
         with self.lock:
             self._failure = self._failure or (
-                f"a worker of the reader broke down ({type(error).__name__}: {error}), and batches"
-                " that it had to fill may never come; close the reader and make a new one"
+                f"a worker of the reader failed ({type(error).__name__}: {error}), and its batches"
+                " may never be ready; close the reader and make a new one"
             )
             if self.turns is not None:
                 self.turns.stop_waiting()

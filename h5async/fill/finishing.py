@@ -330,7 +330,7 @@ def _by_name(
         result = (result,)
     if not isinstance(result, tuple | list) or len(result) != len(names):
         found = len(result) if isinstance(result, tuple | list) else type(result).__name__
-        in_place = ", or None when it worked in place" if returned is None else ""
+        in_place = ", or None if it works in place" if returned is None else ""
         raise PostprocessError(
             f"{where} returned {found}; it must return {len(names)} arrays{in_place}, or a mapping"
             " of names to arrays"
@@ -346,8 +346,8 @@ def _arrays_of(result: Sequence[Any], where: str) -> list[Any]:
     for given, array in zip(result, made, strict=True):
         if isinstance(array, np.ndarray) and array.dtype == object and not array.ndim:
             raise PostprocessError(
-                f"{where} returned {type(given).__name__}, which is no array; return NumPy arrays,"
-                " Ragged, or Csr(m.data, m.indices, m.indptr, m.shape) of a SciPy matrix m"
+                f"{where} returned {type(given).__name__}, which is not an array; return NumPy"
+                " arrays, Ragged, or Csr(m.data, m.indices, m.indptr, m.shape) of a SciPy matrix m"
             )
     if len({len(array) for array in made if getattr(array, "ndim", 1)}) > 1:
         shapes = ", ".join(str(getattr(array, "shape", (len(array),))) for array in made)

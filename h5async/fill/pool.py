@@ -298,11 +298,11 @@ def start_all(threads: Sequence[threading.Thread], what: str) -> None:
     except RuntimeError as error:
         if "shutdown" in str(error):
             raise ReadError(
-                f"{what}: the interpreter is ending, and starts no more threads; make the reader"
-                f" earlier, or read with {named('num_threads', 0)}"
+                f"{what}: the interpreter is shutting down and starts no more threads; make the"
+                f" reader earlier, or read with {named('num_threads', 0)}"
             ) from error
         raise ReadError(
-            f"{what}: the system gives this process no more threads ({error}); make"
+            f"{what}: the system allows this process no more threads ({error}); make"
             f" {named('num_threads')} smaller, or raise the limit (ulimit -u, pids.max of the"
             " control group, memory)"
         ) from error

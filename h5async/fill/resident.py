@@ -269,10 +269,10 @@ def open_host_cache(
         if not budget.suffices:
             return budget
         if nbytes + selection.size > free_nbytes:  # `Residency` takes a byte per sample
-            return Budget("host", nbytes, free_nbytes, ", which is what is free")
+            return Budget("host", nbytes, free_nbytes, ", all that is free")
         return HostCache(selection, columns)
     except MemoryError:
-        return Budget("host", nbytes, cache_bytes, ": the system does not give as much")
+        return Budget("host", nbytes, cache_bytes, ": the system refused the memory")
 
 
 def kept_rows(ascending: Selection, spans: SpanRows) -> SpanRows:
