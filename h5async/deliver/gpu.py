@@ -94,7 +94,7 @@ class Gpu:
 
     @contextlib.contextmanager
     def failing(self, what: str) -> Iterator[None]:
-        """Turn CUDA's errors into a `DeviceError` whose message begins with `what`."""
+        """Turn CUDA's errors into a `DeviceError`; `what` says what failed."""
         try:
             yield
         except self.errors as error:

@@ -222,7 +222,7 @@ class Postprocess:
     It gets the arrays in field order, followed by further ones, such as totals; or all of them by
     name, if it has parameters of those names. If its further parameters include any of ``rng``,
     ``index``, ``epoch``, ``number``, ``sequence``, ``step``, ``static`` or a mask, it gets these by
-    name, too; so it does ``crop``, where crops begin, if all fields are cropped alike.
+    name, too; and ``crop``, where crops begin, if all cropped fields are cropped alike.
 
     Raises `ConfigError` if the function cannot be imported or called.
     """

@@ -136,7 +136,7 @@ class Places(NamedTuple):
     """Where the samples of a batch are kept: `begin`, int64 (n,), has their rows in the column.
 
     If samples differ in length, `begin` has their first bytes instead, and `offsets`, int64
-    (n + 1,), has their byte offsets in the batch. `nbytes` is the mean size of a sample.
+    (n + 1,), has their byte offsets in the batch. `nbytes` is about the mean size of a sample.
     """
 
     begin: Int64s
