@@ -208,7 +208,7 @@ def test_a_matrix_as_a_field_of_another_kind(tmp_path):
 
 def test_a_matrix_of_scipy_that_postprocess_returns(tmp_path):
     write_matrix(tmp_path / "a.h5")
-    with pytest.raises(PostprocessError, match=r"csr.*which is no array; .*Csr"):
+    with pytest.raises(PostprocessError, match=r"csr.*which is not an array; .*Csr"):
         read(tmp_path / "a.h5", {"x": "X"}, postprocess=lambda x: x.to_scipy())
 
     def back(x):

@@ -1,12 +1,12 @@
 """Delivers batches on a GPU: CuPy arrays, uploaded from pinned memory.
 
-CUDA's order is kept slot by slot. Uploads run on one stream of our own, the copy stream, and
-kernels on another, the work stream, so that one batch is permuted while the next one is uploaded.
-(1) The copy stream waits for the events that the caller's streams recorded when the batch was
-handed back, and for the slot's last kernel, so nothing on the device is overwritten while a kernel
-may read it. (2) The work stream waits for the upload. (3) The caller's streams, but not the host,
-wait for the slot's last upload or kernel. (4) Before a host array is refilled, a worker waits for
-its upload. No other rule is needed, because one slot's fills, uploads and uses follow each other in
+Work on the GPU is ordered per slot. Uploads run on one stream of our own, the copy stream, and
+kernels on another, the work stream, so that one batch is permuted while the next is uploaded.
+(1) The copy stream waits for the events recorded on the caller's streams when the batch was handed
+back, and for the slot's last kernel, so nothing on the device is overwritten while a kernel may
+read it. (2) The work stream waits for the upload. (3) The caller's streams, but not the host, wait
+for the slot's last upload or kernel. (4) Before a host array is refilled, a worker waits for its
+upload. No other rule is needed, because a slot's fills, uploads and uses follow each other in
 program order.
 
 The caller's streams are CuPy's current one and, if PyTorch uses the GPU, PyTorch's.
@@ -57,9 +57,9 @@ _CACHE_SHARE = 0.8  # of the device's free memory, if no budget is given
 
 
 class _Rows(NamedTuple):
-    """A column with a row per sample, on the GPU: as uploaded, as delivered, and from one to other.
+    """A column on the GPU with one row per sample: as uploaded, and as delivered.
 
-    `change` is None if both are the same memory.
+    `change` makes the latter from the former; None if both are the same memory.
     """
 
     raw: Any
@@ -68,26 +68,26 @@ class _Rows(NamedTuple):
 
 
 class CudaSlot(DeviceSlot):
-    """Pinned host arrays, and device arrays of the same batch."""
+    """Pinned host arrays, and device arrays for the same batch."""
 
     def __init__(self, device: CudaDevice, contents: SlotContents) -> None:
         gpu, cupy = device.gpu, device.gpu.cupy
         rows, transforms = contents.rows, list(contents.transforms.values())
         self._device, self._gpu = device, gpu
-        # By column: memory for encoded chunks, and those that are read for the current batch, in
-        # place of rows; set before they are read.
+        # By column: memory for encoded chunks, and the plan of those to read for the current batch
+        # instead of rows.
         self.staging = {
             column: Staging(gpu, decoder.form) for column, decoder in device.decoders.items()
         }
         self.staged: Mapping[int, EncodedPlan] = {}
-        # The uploaded data of all columns with a row per sample are contiguous, on both sides, to
-        # be sent at once. Of other columns only the batch's values are sent.
+        # The data of all columns with one row per sample are contiguous on host and device, to be
+        # uploaded in one copy. For other columns, only the batch's values are uploaded.
         self.num_rows = rows
         on_host = [
             not can_transform(one) or (contents.has_postprocess and not one.is_identity)
             for one in transforms
         ]
-        shared = contents.shared  # else fields that vary get pages, of which parts are pinned
+        shared = contents.shared  # if None, varying fields get pages that are pinned in part
         laid_out = host_slot(
             rows,
             transforms,
@@ -103,10 +103,10 @@ class CudaSlot(DeviceSlot):
         self._host_block = laid_out.block
         self._device_block = cupy.empty(self._host_block.nbytes, np.uint8)
         # By column; None for those that are not in the block. (Not made by a comprehension: if it
-        # fails, its closure would keep this object.)
+        # failed, its closure would keep this object alive.)
         self._rows: list[_Rows | None] = []
-        # By the name of a field or of a result of `postprocess`, or the number of a mask: what is
-        # not in the block. The memory of results and masks is allocated when they come.
+        # Arrays that are not in the block, by the name of a field or of a result of `postprocess`,
+        # or the number of a mask. Memory for results and masks is allocated on first use.
         self._others: dict[int | str, CudaField] = {}
         self._columns: dict[str, int] = {}
         several = zip(laid_out.begins, self.memory.out, transforms, on_host, strict=True)
@@ -126,14 +126,14 @@ class CudaSlot(DeviceSlot):
                 self._others[name] = new_field(
                     gpu, device.kernels, outline, contents, laid_out, made, is_done=on_host[column]
                 )
-        # Places in the cache; kernels copy rows of all of them, also if a batch has fewer.
+        # Places in the cache. Kernels that the core launches use all, even if a batch has fewer.
         self._index = gpu.pinned_memory(8 * rows).view(np.int64)
         self._index_on_device = gpu.on_device(np.zeros(rows, np.int64))
         self._every = gpu.on_device(np.arange(rows, dtype=np.int64))
         self._ready = gpu.event()
         self._uploaded, self._decoded = gpu.event(blocks=True), gpu.event(blocks=True)
         self._done = gpu.event(blocks=True, is_timed=True)
-        self._begun = [gpu.event(is_timed=True) for _ in range(2)]  # the upload, and the kernels
+        self._begun = [gpu.event(is_timed=True) for _ in range(2)]  # of the upload, the kernels
         self._sent = gpu.event(is_timed=True)
         self._released = [gpu.event() for _ in range(MAX_STREAMS)]
 
@@ -147,9 +147,9 @@ class CudaSlot(DeviceSlot):
         return _Rows(raw, delivered, self._device.kernels.row_change(transform))
 
     def warm_up(self) -> None:
-        """Run each kernel of a transform, on the current stream, and wait for it.
+        """Run each transform's kernel on the current stream, and wait for it.
 
-        CuPy compiles one for a single row, one for more, and, from 2 GiB on, one for larger arrays.
+        CuPy compiles one for a single row, one for several, and one for arrays from 2 GiB on.
         """
         cache = self._device.cache
         for i, found in enumerate(self._rows):
@@ -167,13 +167,13 @@ class CudaSlot(DeviceSlot):
 
     @property
     def delivered(self) -> SlotMemory:
-        """The arrays whose first rows are delivered; none if not all lie in the block."""
+        """The arrays whose first rows are delivered; empty unless all are in the block."""
         found = [rows.delivered for rows in self._rows if rows is not None]
         arrays = tuple(found) if len(found) == len(self._rows) and not self._others else ()
         return SlotMemory(arrays, arrays)
 
     def for_core(self) -> CoreSlot:
-        """Return what the core needs to upload it."""
+        """Return the slot in the form that the core uploads."""
         is_kept = bool(self._device.cache)
         several = [i for i, rows in enumerate(self._rows) if is_kept or (rows and rows.change)]
         whole = FillOutcome(np.arange(self.num_rows), (), is_resident=is_kept)
@@ -184,12 +184,12 @@ class CudaSlot(DeviceSlot):
         return CoreSlot(self._host_block, self._device_block, events, graph, self._index, places)
 
     def is_writable(self) -> bool:
-        """Tell whether the last upload out of the host arrays is done. Never blocks."""
+        """Tell whether the last upload from the host arrays is done. Never blocks."""
         with self._gpu.working("an upload failed"):
             return self._uploaded.is_done()
 
     def wait_writable(self) -> None:
-        """Block until the last upload out of the host arrays is done."""
+        """Block until the last upload from the host arrays is done."""
         with self._gpu.working("an upload failed"):
             self._uploaded.synchronize()
 
@@ -207,7 +207,7 @@ class CudaSlot(DeviceSlot):
                         device.decoders[i].upload(plan, self.staging[i], stream)
                     fields = self._upload_fields(outcome, masks, staged, stream)
                     self._time(self._sent, stream)
-                finally:  # the next fill waits for all that was put on the stream
+                finally:  # the next fill must wait for all that was queued on the stream
                     self._uploaded.record(stream.ptr)
             with device.work_stream as stream:
                 self._uploaded.hold(stream.ptr)
@@ -220,18 +220,18 @@ class CudaSlot(DeviceSlot):
                         else field.deliver()
                         for field in fields
                     )
-                finally:  # the next upload waits for all that was put on the stream
+                finally:  # the next upload must wait for all that was queued on the stream
                     self._ready.record(stream.ptr)
                     self._time(self._done, stream)
         return delivered
 
     def _time(self, event: Any, stream: Any) -> None:
-        """Record an event whose time is needed to choose who decodes, as long as it is."""
+        """Record a timed event, while timings are needed to choose where to decode."""
         if self._device.decoders:
             event.record(stream.ptr)
 
     def transfer_seconds(self) -> float:
-        """Wait for the last upload; return the time of the slower of link and kernels."""
+        """Wait for the last upload; return the longer of the times of copies and of kernels."""
         with self._gpu.working("an upload failed"):
             self._done.synchronize()
             sent = self._sent.seconds_since(self._begun[0])
@@ -244,7 +244,7 @@ class CudaSlot(DeviceSlot):
         staged: Mapping[int, EncodedPlan],
         stream: Any,
     ) -> list[CudaField | int]:
-        """Upload rows; return, per array and mask, its `CudaField`, or the column of its rows."""
+        """Upload rows; return, per array and mask, its `CudaField` or its column in the block."""
         size, out = outcome.index.size, self.memory.out
         if self._device.cache:
             self._index[:size] = self._device.cached.positions(outcome.index)
@@ -273,7 +273,7 @@ class CudaSlot(DeviceSlot):
         return found
 
     def _uploaded_other(self, key: int | str, array: Any, stream: Any) -> CudaField:
-        """Upload an array that is not the slot's rows: that of a name, or a mask by its number."""
+        """Upload an array that is not in the block; `key` is its name, or the mask's number."""
         field = self._others.get(key)
         if field is None:
             field = self._others[key] = CudaField(self._gpu, self._device.kernels, self.num_rows)
@@ -281,7 +281,7 @@ class CudaSlot(DeviceSlot):
         return field
 
     def _decode(self, staged: Mapping[int, EncodedPlan], stream: Any) -> None:
-        """Decode chunks on the work stream, wait, and check them before anything is cached."""
+        """Decode chunks on the work stream, wait, and check them before any rows are cached."""
         for i, plan in staged.items():
             rows, decoder = self._rows[i], self._device.decoders[i]
             assert rows is not None
@@ -291,7 +291,7 @@ class CudaSlot(DeviceSlot):
             self._decoded.record(stream.ptr)
             self._decoded.synchronize()
         if any(self.staging[i].is_bad[0] for i in staged):
-            raise NotDecoded("a block, or its checksum, is not what it should be")
+            raise NotDecoded("a block was not decoded, or its size or checksum is wrong")
 
     def acquire(self) -> None:
         """Make the caller's current streams wait for the batch."""
@@ -300,9 +300,9 @@ class CudaSlot(DeviceSlot):
                 self._ready.hold(stream)
 
     def release(self) -> None:
-        """Record the caller's current streams: the next upload will wait for them."""
+        """Record events on the caller's current streams, for the next upload to wait for."""
         with self._gpu.working("a batch could not be handed back"):
-            with contextlib.ExitStack() as stack:  # all are tried, even if one fails
+            with contextlib.ExitStack() as stack:  # tries all, even if one fails
                 for event, stream in zip(self._released, self._gpu.streams(), strict=False):
                     stack.callback(event.record, stream)
 
@@ -338,28 +338,28 @@ class CudaDevice(Device):
     def __init__(self, gpu: Gpu) -> None:
         super().__init__()
         self.gpu, self.name = gpu, gpu.name
-        self.is_writable_at_once = False  # uploads from a slot have to be waited for
+        self.is_writable_at_once = False  # a slot's last upload must have ended
         with gpu.working("no stream can be made"):
-            # For uploads, and for kernels.
+            # For uploads and for kernels, respectively.
             self.copy_stream, self.work_stream = gpu.stream(), gpu.stream()
         self.kernels = Kernels(gpu)
-        # The rows of samples `cached`, one array per field, as uploaded; empty if none are kept.
+        # The rows of the samples `cached`, as uploaded, one array per field; empty: no cache.
         self.cache: list[Any] = []
         self.cached = Selection(0, 1, 0)
         self.decoders: dict[int, DeviceDecoder] = {}  # by column
-        # Held while a batch's decoding is put on the work stream. Decoders have memory of their
-        # own, so the work of two batches must not be mixed there.
+        # Held while a batch's decoding is queued on the work stream. Batches share the decoders'
+        # memory, so their work must not be interleaved there.
         self.decoding = threading.Lock()
         self.slots: list[CudaSlot] = []
 
     def open_slots(self, count: int, contents: SlotContents) -> list[DeviceSlot]:
-        """Allocate slots; `DeviceError` if CuPy lacks a dtype, or the GPU memory, or it fails."""
+        """Allocate slots; `DeviceError` if CuPy lacks a dtype, or the GPU lacks memory or fails."""
         dtypes = {field_of(name): one.dtype for name, one in contents.transforms.items()}
         dtypes |= {one.name: one.made[1] for one in contents.outlines if one.made is not None}
         for name, dtype in dtypes.items():
             if not cupy_has(dtype):
                 raise DeviceError(
-                    f'field "{name}": dtype {dtype} cannot lie on a GPU: CuPy has only'
+                    f'field "{name}": dtype {dtype} is not possible on a GPU: CuPy has only'
                     " booleans and numbers; leave the field out, or read with"
                     f" {named('device', 'cpu')}"
                 )
@@ -372,12 +372,12 @@ class CudaDevice(Device):
                         self.decoders[column] = DeviceDecoder(gpu, self.kernels, form)
                 slots = [CudaSlot(self, contents) for _ in range(count)]
         except lacks as error:
-            forget_frames(error)  # they hold the slots allocated so far
+            forget_frames(error)  # they refer to the slots allocated so far
             if not (isinstance(error, MemoryError) or gpu.is_lack_of_memory(error)):
                 with gpu.failing("no slots can be made"):
                     raise
             raise DeviceError(
-                f"{count} slots of {contents.rows} rows do not fit the memory of {self.name}"
+                f"{count} slots of {contents.rows} rows do not fit in the memory of {self.name}"
                 f" ({error}); make {named('batch_size')} or {named('prefetch')} smaller"
             ) from error
         self.slots = slots
@@ -385,17 +385,17 @@ class CudaDevice(Device):
         return list(slots)
 
     def uploads(self, core: Core) -> CoreUploads | None:
-        """Return what the core needs to upload batches itself; None if it cannot."""
+        """Return the parameters for uploads by the core; None if it cannot upload."""
         gpu, own = self.gpu, self.slots[0].memory.out
         is_all = self.slots[0].delivered.out and not self.decoders
-        if not is_all or not isinstance(gpu.driver, ctypes.CDLL):  # a stand-in has no addresses
+        if not is_all or not isinstance(gpu.driver, ctypes.CDLL):  # a fake driver, in tests
             return None
         with gpu.working("kernels cannot be captured"):
             slots = [slot.for_core() for slot in self.slots]
         return core_uploads(core, gpu, (self.copy_stream.ptr, self.work_stream.ptr), slots, own)
 
     def taking(self, turns: Turns) -> Callable[..., bool]:
-        """Return what takes batches in turn, in the order of the caller's streams."""
+        """Return `Turns.take`, made to order batches with the caller's streams."""
         return taking_in_order(self.gpu, turns)
 
     def _compile(self) -> None:
@@ -418,13 +418,13 @@ class CudaDevice(Device):
             self.kernels.load()
 
     def drop_decoders(self) -> None:
-        """Free the memory that is only for decoding on the device."""
+        """Free the memory that is used only for decoding on the device."""
         self.decoders = {}
         for slot in self.slots:
             slot.staging, slot.staged = {}, {}
 
     def open_cache(self, selection: Selection, cache_bytes: int | None) -> Residency | Budget:
-        """Reserve memory for the rows of all samples of a selection, as they are uploaded."""
+        """Reserve memory for the rows of all samples of a selection, in their uploaded form."""
         gpu, slot = self.gpu, self.slots[0]
         row_nbytes = [array.nbytes // slot.num_rows for array in slot.memory.out]
         nbytes = selection.size * sum(row_nbytes)
@@ -441,12 +441,12 @@ class CudaDevice(Device):
                     raise
                 self.cache = []
                 return Budget("device", nbytes, gpu.free_nbytes)
-        self._compile()  # kernels that take rows out of it
+        self._compile()  # the kernels that read rows of the cache
         self.cached = selection.ascending
         return Residency(selection, nbytes, "device")
 
     def owned(self, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return copies of host arrays on the GPU, made on the current stream; blocks."""
+        """Copy host arrays to the GPU on the current stream, and wait for it."""
         gpu = self.gpu
         with gpu.working("samples could not be uploaded"), gpu.allocating(), gpu.current():
             return tuple(
@@ -466,7 +466,7 @@ class CudaDevice(Device):
         return can_transform(transform)
 
     def share(self) -> None:
-        """Have the caller's other streams wait for the work of its current one."""
+        """Make the caller's other streams wait for the work on its current one."""
         with self.gpu.working("a batch could not be shared between streams"):
             current, *others = self.gpu.streams()
             for stream in others:
@@ -478,19 +478,19 @@ class CudaDevice(Device):
         event.hold(then)
 
     def poison(self, arrays: Iterable[Any]) -> None:
-        """Fill arrays with bytes of 255, on the current stream, after work of the other ones."""
+        """Fill arrays with bytes of 255 on the current stream, after work on the other ones."""
         with self.gpu.working("a batch could not be poisoned"):
             current, *others = self.gpu.streams()
             for stream in others:
                 self._order(stream, current)
             for array in itertools.chain.from_iterable(map(memory_of, arrays)):
-                # C-contiguous, all of them.
+                # All are C-contiguous.
                 if array.nbytes:
                     runtime = self.gpu.cupy.cuda.runtime
                     runtime.memsetAsync(array.data.ptr, 255, array.nbytes, current)
 
     def current(self) -> AbstractContextManager[Any]:
-        """Return a context that makes this GPU current, and turns its errors into `DeviceError`."""
+        """Make this GPU current in a context, and turn its errors into `DeviceError`."""
         return self.gpu.working("arrays could not be copied")
 
     def close(self) -> None:

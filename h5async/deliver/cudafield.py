@@ -1,9 +1,9 @@
-"""One field of a slot on a GPU whose arrays differ in size; and what the core uploads others with.
+"""Uploads a field whose arrays vary in size from batch to batch; sets up uploads by the core.
 
 Sparse or ragged samples, images, or results of `postprocess` enter, in host memory; the same with
-CuPy arrays leaves, or the plain array that is made of it here. Only the batch's actual values are
-uploaded. `cuda.py` explains how the order is kept. Slots without such fields the core uploads
-(core/src/upload.c).
+CuPy arrays leave, or a plain array that is made from them here. Only the batch's actual values are
+uploaded. `cuda.py` explains the order of work on the GPU. Slots without such fields are uploaded by
+the core (core/src/upload.c).
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _CUPY_TYPES = "?bhilqBHILQefdFD"  # NumPy's one-letter codes
 
 
 class CudaField:
-    """A slot's memory for a field beside its rows. Used by the thread that fills the slot.
+    """A slot's memory for a field that is not in its block; used by the thread that fills the slot.
 
     `rows` samples fit into the slot. Without an `outline`, the field is uploaded unchanged.
-    `transforms` are of the values of samples, and then of the indices of sparse ones; none for
-    images. `parts` are memory of the slot that is pinned, now or when used; arrays elsewhere are
-    first copied to pinned memory, unless the field `is_pinned`: its values always are. If it
+    `transforms` are those of samples' values, and of indices if samples are sparse; none for
+    images. `parts` is memory of the slot that is pinned as needed; arrays outside of it are first
+    copied to pinned memory, except the values of a field that `is_pinned` already. If the field
     `is_done`, the host has transformed it.
     """
 
@@ -68,7 +68,7 @@ class CudaField:
         self._change: RowChange | None = None
         if self._transform is not None and not (is_done or self._transform.is_identity):
             self._change = kernels.row_change(self._transform)
-        # By array: memory for a batch of the usual size, and for what is not pinned elsewhere.
+        # By array: device memory, for a likely size at first, and pinned memory for copies.
         self._on_device: dict[int, Growing] = defaultdict(partial(Growing, gpu.memory))
         self._pinned: dict[int, Growing] = defaultdict(partial(Growing, gpu.pinned_memory))
         for number, one in enumerate(transforms):
@@ -76,8 +76,8 @@ class CudaField:
             self._on_device[number] = Growing(gpu.memory, one.likely * nbytes)
         likely = 0 if first is None or self._change is None else first.likely * first.nbytes
         self._changed = Growing(gpu.memory, likely)
-        self._every: Any = None  # numbers from 0 on
-        # Memory for the plain array that is made here.
+        self._every: Any = None  # 0, 1, 2, ...
+        # Memory for a plain array that is made here.
         self._made: Any = None
         if outline is not None and outline.is_left and outline.pixels is not None:
             self._made = gpu.cupy.empty((rows, *outline.pixels.row), outline.pixels.dtype)
@@ -91,7 +91,7 @@ class CudaField:
         self._arrays: list[Any] = []  # and its arrays on the device
 
     def upload(self, batch: Any, stream: Any) -> None:
-        """Put the upload of a batch's arrays on a stream; `DeviceError` if CuPy lacks a dtype."""
+        """Queue the upload of a batch's arrays on a stream; `DeviceError` if CuPy lacks a dtype."""
         self._batch = batch
         self._arrays = [
             self._upload_array(number, native(array), stream)
@@ -120,7 +120,7 @@ class CudaField:
         return pinned
 
     def deliver(self) -> Any:
-        """Put the remaining work on the current stream; return the delivered arrays."""
+        """Queue the remaining work on the current stream; return the delivered arrays."""
         batch, self._batch = self._batch, None
         arrays, self._arrays = self._arrays, []
         if self._outline is not None and self._outline.pixels is not None:
@@ -156,7 +156,7 @@ class CudaField:
         assert transform is not None
         if not out.size:
             return out
-        if change.gathers and transform.channels == 1:  # all values may be taken as one row
+        if change.gathers and transform.channels == 1:  # treat all values as one row
             change.change(raw.reshape(1, -1), self._numbers(1), out.reshape(1, -1))
         else:
             numbers = self._numbers(len(raw)) if change.gathers else None
@@ -196,7 +196,7 @@ class CudaField:
 
 
 def cupy_has(dtype: np.dtype[Any]) -> bool:
-    """Tell whether CuPy has a type for the elements."""
+    """Tell whether CuPy supports a dtype."""
     return dtype.char in _CUPY_TYPES
 
 
@@ -210,7 +210,7 @@ def new_field(
     *,
     is_done: bool,
 ) -> CudaField:
-    """Return a field of a slot that is not in its block; the host makes `made` of others."""
+    """Return a field outside the slot's block; `made` is memory for arrays that the host makes."""
     if outline.is_encoded:  # decoded images have pinned memory of their own
         is_pinned = contents.shared is None and not contents.has_postprocess
         return CudaField(gpu, kernels, contents.rows, outline, is_pinned=is_pinned)
@@ -229,7 +229,7 @@ def new_field(
 
 
 class CoreUploads(NamedTuple):
-    """What the core uploads batches with; it has addresses of what is in `keep`."""
+    """Parameters of uploads by the core; `struct` has addresses of objects in `keep`."""
 
     struct: Any
     keep: tuple[Any, ...]
@@ -238,9 +238,9 @@ class CoreUploads(NamedTuple):
 class CoreSlot(NamedTuple):
     """A slot that the core uploads: its blocks on the host and the GPU, its events, its kernels.
 
-    The events are those that it is uploaded, ready, and released by each stream. `graph` are the
-    kernels that make all rows that are delivered; None if there are none. If rows are kept on the
-    GPU, they copy those at `places`, int64 (rows,), here and on the GPU.
+    The events are for uploaded, ready, and released by each stream. `graph` has the kernels that
+    make the delivered rows; None if there are none. If rows are cached on the GPU, the kernels copy
+    those at `places`, int64 (rows,), of which `places_on_device` is the copy on the GPU.
     """
 
     host: NDArray[np.uint8]
@@ -252,7 +252,7 @@ class CoreSlot(NamedTuple):
 
 
 def captured(gpu: Gpu, stream: Any, work: Iterable[Callable[[], object]]) -> Owned:
-    """Return the kernels that some work would launch on a stream, as a graph (CUDA's)."""
+    """Capture the kernels that some work launches on a stream as a CUDA graph."""
     runtime, graph = gpu.cupy.cuda.runtime, 0
     runtime.streamBeginCapture(stream.ptr, runtime.streamCaptureModeRelaxed)
     try:
@@ -276,7 +276,7 @@ def core_uploads(
     slots: Sequence[CoreSlot],
     columns: Sequence[NDArray[Any]],
 ) -> CoreUploads:
-    """Return what the core uploads the rows of slots with.
+    """Return the parameters with which the core uploads the rows of slots.
 
     `streams` are for copies and kernels; `columns` are views of the first slot's block on the host.
     """
@@ -308,7 +308,7 @@ def core_uploads(
 
 
 def taking_in_order(gpu: Gpu, turns: Turns) -> Callable[..., bool]:
-    """Return what takes a batch by turns of the core, in the order of the caller's streams."""
+    """Return `Turns.take`, made to order batches with the caller's streams."""
     take, get_current = turns.take, gpu.driver.cuCtxGetCurrent
 
     def take_in_order(taken: list[Any], seconds: float | None = None) -> bool:

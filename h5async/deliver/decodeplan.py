@@ -1,12 +1,12 @@
 """Plans which encoded chunks a GPU decodes. Pure.
 
 The tables of fields and the core's plans enter. A field whose chunks a GPU can decode gets an
-`EncodedFormat`. For a batch, an `EncodedPlan` leaves: the chunks that are read as stored in the
-file, and where the samples in them go. So chunks cross the link to the GPU compressed.
+`EncodedFormat`. For each batch an `EncodedPlan` leaves: the chunks that are read as stored in the
+file, and where the samples in them go. So chunks are still compressed when they cross the bus.
 
-A GPU decodes many compressed blocks at once, each alone. A chunk may have passed at most one
-compressor, after filters that only change the order of bytes or bits, which are undone afterwards;
-a checksum may come last. The compiled core then cuts the chunks to blocks (core/src/frames.h).
+A GPU decodes many compressed blocks in parallel, each independently. A chunk's filter pipeline may
+have at most one compressor, after filters that only reorder bytes or bits, and maybe a checksum at
+the end. The compiled core then splits the chunks into blocks (core/src/frames.h).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _COMPRESSORS: dict[CoreKind, BlockCodec] = {
 }
 
 _ALIGNMENT = 16  # of encoded and decoded chunks
-_DEFLATE_BEGIN = 14  # past a multiple of it: the stream, 2 bytes later, is aligned
+_DEFLATE_BEGIN = 14  # past a multiple of it, so that the stream, 2 bytes later, is aligned
 _MOST_DECODED_NBYTES = 4 << 30  # per batch, before samples are extracted
 _MOST_ENCODED_NBYTES = 1 << 30
 
@@ -49,7 +49,7 @@ class NotDecoded(Exception):
 
 
 class Unshuffle(NamedTuple):
-    """An order of bytes or bits, undone on the GPU after the blocks were decoded.
+    """A shuffle of bytes or bits, to be undone on the GPU after decompression.
 
     `block` is the number of elements in a block of shuffled bits; 0 if bytes are shuffled.
     """
@@ -63,18 +63,19 @@ class FrameFormat:
     """How an encoded chunk is framed."""
 
     kind: CoreKind
-    has_checksum: bool = False  # a Fletcher-32 was added last
-    element: int = 0  # bytes of bitshuffle's with a compressor, as its blocks'; else 0
+    has_checksum: bool = False  # a Fletcher-32 at the end
+    # Of bitshuffle with a compressor: bytes per element and per block; otherwise 0.
+    element: int = 0
     block_nbytes: int = 0
     codec: BlockCodec | None = None  # decodes one block
-    # If chunks state the size of their blocks: that by the client data; 0 means the whole chunk.
+    # If chunks state their block size: that in the filter's client data; 0 is the whole chunk.
     usual_block_nbytes: int = 0
 
     def usual_tasks(self, chunk_nbytes: int) -> int:
         """Return the number of compressed blocks in a chunk.
 
-        It is the maximum, unless chunks state the size of their blocks. If they do not, at most one
-        stretch of a chunk is not compressed.
+        It is the maximum, unless chunks state their block size. If they do not, at most one range
+        of a chunk is stored uncompressed.
         """
         nbytes = self.block_nbytes or self.usual_block_nbytes
         if nbytes:
@@ -83,7 +84,7 @@ class FrameFormat:
 
 
 def frame_format(filters: tuple[Filter, ...]) -> FrameFormat | None:
-    """Return the framing of chunks after these filters; None if the core does not cut them."""
+    """Return the framing of chunks with these filters; None if the core cannot split them."""
     known = _known(filters)
     if known is None:
         return None
@@ -109,7 +110,7 @@ def frame_format(filters: tuple[Filter, ...]) -> FrameFormat | None:
 
 
 def unshuffles(filters: tuple[Filter, ...]) -> tuple[Unshuffle, ...]:
-    """Return what is undone after the compressor, in this order."""
+    """Return the shuffles to undo after decompression, in this order."""
     return tuple(
         Unshuffle(core.element_nbytes, 0 if core.kind == CoreKind.SHUFFLE else _block(core))
         for _, core in reversed(_known(filters) or [])
@@ -118,7 +119,7 @@ def unshuffles(filters: tuple[Filter, ...]) -> tuple[Unshuffle, ...]:
 
 
 def _known(filters: tuple[Filter, ...]) -> list[tuple[Filter, CoreFilter]] | None:
-    """Return filters as the core takes them; None if it does not know one."""
+    """Return filters with the core's form of each; None if the core does not know one."""
     known = [(entry, core) for entry in filters if (core := entry.core) is not None]
     return known if len(known) == len(filters) else None
 
@@ -133,32 +134,32 @@ class EncodedFormat:
 
     frame: FrameFormat
     unshuffles: tuple[Unshuffle, ...]  # undone after the codec, in this order
-    shape: Shape  # how pieces lie in chunks and rows
+    shape: Shape  # the layout of pieces in chunks and rows
     row_nbytes: int
-    pitch: int  # between decoded chunks, in bytes
+    pitch: int  # bytes from one decoded chunk to the next
     max_chunks: int
     max_tasks: int  # compressed blocks
     max_runs: int  # of samples
-    encoded_nbytes: int  # of the chunks of a batch
+    encoded_nbytes: int  # maximum for the chunks of a batch
 
     @property
     def list_words(self) -> int:
-        """64-bit words of the lists that are uploaded with a batch.
+        """The 64-bit words of the lists that are uploaded with a batch.
 
-        They are blocks, copies, checksums (two per word), and runs.
+        They are of blocks, copies, checksums (two per word), and runs.
         """
         tasks, chunks = self.max_tasks, self.max_chunks
         return 4 * tasks + 3 * (chunks + tasks) + (chunks + 1) // 2 + 5 * self.max_runs
 
     @property
     def staging_nbytes(self) -> int:
-        """Bytes of host memory that a slot needs for a batch's encoded chunks and their lists."""
+        """The bytes of host memory that a slot needs for a batch's encoded chunks and lists."""
         unpacked = 4 * self.max_tasks + 3 * (self.max_chunks + self.max_tasks)
         return self.encoded_nbytes + 8 * (self.list_words + unpacked) + 4 * self.max_chunks
 
     @property
     def is_deflate(self) -> bool:
-        """Whether decoded chunks have an Adler-32 to be checked."""
+        """Whether decoded chunks have an Adler-32 checksum to verify."""
         return self.frame.codec == "deflate"
 
 
@@ -166,7 +167,7 @@ class EncodedFormat:
 class EncodedPlan:
     """The chunks that are read encoded, and where the samples in them go.
 
-    `chunks` has each chunk once. `runs`, int64 (5, r), are runs of samples that go from a chunk to
+    `chunks` has each chunk once. `runs`, int64 (5, r), are runs of samples to copy from a chunk to
     the batch: the chunk, its index in the cross-section, the first sample in the chunk, the first
     row of the batch, and the length.
     """
@@ -176,21 +177,21 @@ class EncodedPlan:
 
     @property
     def num_chunks(self) -> int:
-        """Chunks to read."""
+        """The number of chunks to read."""
         return self.chunks.num_items
 
     @property
     def used_nbytes(self) -> int:
-        """Bytes of the memory for encoded chunks that are used."""
+        """The bytes used of the memory for encoded chunks."""
         return int(self.chunks.position[-1] + self.chunks.nbytes[-1])
 
 
 def encoded_format(
     layout: DatasetLayout, core: Core | None, rows: int, *, in_order: bool
 ) -> EncodedFormat | str:
-    """Return how a GPU decodes chunks of a dataset, or why it cannot.
+    """Return how a GPU decodes the chunks of a dataset, or why it cannot.
 
-    `rows` are the samples of a batch; `in_order` says whether batches hold neighbouring samples.
+    `rows` is the number of samples in a batch; `in_order` says whether these are consecutive.
     """
     filters = next(iter(layout.leaves())).filters
     frame = frame_format(filters)
@@ -257,11 +258,10 @@ def _are_alike(one: Shape, other: Shape) -> bool:
 def plan_encoded(
     form: EncodedFormat, table: FieldTable, planned: Planned, column: int, memory: NDArray[np.uint8]
 ) -> EncodedPlan | None:
-    """Plan how the chunks of a batch are given to a GPU; None if the host has to decode them.
+    """Plan a batch's chunks for decoding on a GPU; None if the host has to decode them.
 
-    That is so if some chunks were never written, or some filter was skipped for some. `planned` is
-    the core's plan of the batch, in which the field has number `column`; `memory`, uint8, takes the
-    encoded chunks.
+    That is so if some chunk was never written, or skipped a filter. `planned` is the core's plan of
+    the batch, in which the field has number `column`; `memory`, uint8, takes the encoded chunks.
     """
     items, layer = planned.items[planned.items["field"] == column], table.layers[0]
     if not items.size or (items["kind"] != Kind.CHUNKS).any():
@@ -276,7 +276,7 @@ def plan_encoded(
     pieces = extent.shape[1]
     nbytes = table.chunks.nbytes[chunk]
     room = -(-nbytes // _ALIGNMENT) * _ALIGNMENT + _ALIGNMENT
-    # All runs of an item's samples, once per piece.
+    # All runs of each item's samples, once per piece.
     count = items["num_runs"]
     item = np.repeat(np.arange(items.size), count)
     run = np.arange(item.size) + np.repeat(items["first_run"] - np.cumsum(count) + count, count)

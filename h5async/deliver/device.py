@@ -1,7 +1,7 @@
-"""Where batches are delivered: on the host, as NumPy arrays in the memory of the slots themselves.
+"""Delivers batches on the host, as NumPy arrays in the memory of the slots themselves.
 
-That memory may be pinned, for copies to a GPU by the caller, which needs PyTorch alone (`Pinning`).
-What a GPU does otherwise is in `cuda.py`: its device and slots are subclasses of those here.
+That memory may be pinned, so that the caller can copy to a GPU; this needs only PyTorch
+(`Pinning`). `cuda.py` delivers on a GPU: its device and slots are subclasses of those here.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from h5async.samples.samplearrays import memory_of
 from h5async.spelling import named
 from h5async.system.interruptions import suppressing
 
-# Returns new memory of so many bytes.
+# Returns new memory of the given number of bytes.
 Empty: TypeAlias = Callable[[int], NDArray[np.uint8]]
 
-_BLOCK_ALIGNMENT = 512  # CuPy's, of arrays
+_BLOCK_ALIGNMENT = 512  # as CuPy aligns arrays
 _PORTABLE = 1  # cudaHostRegisterPortable: for all GPUs
 
 
 class SlotContents(NamedTuple):
-    """What each slot of a reader holds."""
+    """The contents of each slot of a reader."""
 
-    rows: int  # samples at most
+    rows: int  # maximum number of samples
     transforms: Mapping[str, RowTransform]  # by column
     outlines: Sequence[Outline]  # how each field is assembled from its columns
-    encoded_formats: Sequence[EncodedFormat | None]  # by column: how a device decodes its chunks
-    has_postprocess: bool  # which needs delivered arrays on the host
+    encoded_formats: Sequence[EncodedFormat | None]  # by column; for decoding on a device
+    has_postprocess: bool  # if so, delivered arrays must be on the host
     shared: SharedMemory | None  # with the helper processes that fill the slots, if any
 
 
@@ -54,10 +54,10 @@ class LaidOut(NamedTuple):
     """The host memory of a slot, and its arrays."""
 
     memory: SlotMemory
-    # The delivered, or raw, rows of all columns with a row per sample, contiguous.
+    # The delivered or raw rows of all columns with one row per sample, contiguous.
     block: NDArray[np.uint8]
-    begins: list[int]  # where each column begins in it
-    # By number of column: the memory of those whose number of rows per sample differs.
+    begins: list[int]  # offset of each column in the block
+    # By column number: the memory of columns whose number of rows per sample varies.
     varying: dict[int, NDArray[np.uint8]]
 
 
@@ -71,11 +71,11 @@ def host_slot(
     block: Empty | None = None,
     encoded: Empty = plain_memory,
 ) -> LaidOut:
-    """Lay out a slot's delivered rows, or raw ones that need no work on the host, in memory.
+    """Lay out in memory a slot's delivered rows, or raw ones that need no work on the host.
 
-    `on_host` says of each transform whether the host does it. Encoded columns, and arrays that the
-    host makes of others, lie outside the block; `outlines` are of all fields. `empty` returns
-    memory; `block` that of the block, and `encoded` that of encoded columns.
+    `on_host` says which transforms the host does. Encoded columns, and arrays that the host makes
+    from others, are outside the block; `outlines` are of all fields. `empty` allocates memory,
+    `block` that of the block (by default `empty`), and `encoded` that of encoded columns.
     """
     of_images = {column for one in outlines if one.is_encoded for column in one.columns}
     sizes = [
@@ -116,14 +116,15 @@ def host_slot(
 
 
 class PinnedPart:
-    """Host memory of one slot, whose beginning is pinned: the part that batches use.
+    """Host memory of one slot, pinned only at the beginning, as far as batches use it.
 
-    A slot has room for the longest samples that may meet in a batch. The system allocates such
-    memory only when it is touched, and pinning touches all of it. So the pinned part begins at the
-    mean of batches, and a quarter more, and grows by a quarter when a batch needs more.
+    A slot has room for a batch of the longest samples. The system allocates such memory only when
+    it is touched, and pinning touches all of it. So the pinned part initially fits a mean batch
+    plus a quarter, and grows by a quarter when a batch needs more.
 
-    `memory` is uint8 (nbytes,), of whole pages; `nbytes` are pinned at once. `pin` pins whole
-    pages, and returns a function that unpins them, once; its exceptions pass, here and in `reach`.
+    `memory` is uint8 (nbytes,), of whole pages; `nbytes` are pinned initially. `pin` pins whole
+    pages, and returns a function that unpins them, once; its exceptions propagate, also from
+    `reach`.
     """
 
     def __init__(
@@ -138,9 +139,9 @@ class PinnedPart:
         self._pin_all_of(min(nbytes, memory.nbytes))
 
     def reach(self, array: NDArray[Any]) -> bool:
-        """Pin the memory up to the end of a C-contiguous array; return False if it lies elsewhere.
+        """Pin the memory up to the end of a C-contiguous array; return False if it is elsewhere.
 
-        Called while the slot is filled, when nothing copies out of the memory.
+        To be called while the slot is being filled, when nothing copies from the memory.
         """
         begin = array.ctypes.data - self._memory.ctypes.data
         end = begin + array.nbytes
@@ -160,10 +161,10 @@ class PinnedPart:
 
 
 class DeviceSlot:
-    """A slot's memory, and the order of its fills, uploads and uses.
+    """A slot's memory; orders its fills, uploads and uses.
 
-    On the host nothing is copied. Refilling pinned memory waits for the caller's copies. Of
-    `parts`, only as much is pinned as batches use.
+    On the host nothing is copied. Pinned memory is refilled only after the caller's copies from it.
+    Each of `parts` is pinned only as far as batches use it.
     """
 
     def __init__(
@@ -172,11 +173,11 @@ class DeviceSlot:
         self.memory = memory
         self._pinning = pinning
         self._parts = parts
-        self._copies: Sequence[Any] = ()  # events of the caller's work with the last batch
+        self._copies: Sequence[Any] = ()  # events after the caller's work on the last batch
 
     @property
     def delivered(self) -> SlotMemory:
-        """The arrays whose first rows are delivered, if nothing is done but copying them."""
+        """The arrays whose first rows are delivered if they are only copied."""
         return self.memory
 
     def is_writable(self) -> bool:
@@ -184,15 +185,15 @@ class DeviceSlot:
         return self._pinning is None or self._pinning.are_done(self._copies)
 
     def wait_writable(self) -> None:
-        """Block until the host arrays may be overwritten; in a worker."""
+        """Block until the host arrays may be overwritten; to be called in a worker."""
         if self._pinning is not None:
             self._pinning.wait(self._copies)
 
     def upload(self, outcome: FillOutcome, masks: Sequence[NDArray[Any]] = ()) -> tuple[Any, ...]:
-        """Begin to bring a filled batch, and then masks, to the device; in a worker.
+        """Start the upload of a filled batch and its masks; return the delivered arrays.
 
-        Returns the arrays that are delivered. `NotDecoded` is raised if the host has to decode its
-        chunks; they were waited for. `DeviceError` is raised if the GPU fails.
+        To be called in a worker. `NotDecoded` is raised if the host has to decode the batch's
+        chunks; work on them has ended by then. `DeviceError` is raised if the GPU fails.
         """
         if self._parts:
             for array in itertools.chain.from_iterable(map(memory_of, outcome.arrays)):
@@ -204,13 +205,13 @@ class DeviceSlot:
         """Make the caller's current streams wait for the upload."""
 
     def release(self) -> None:
-        """Record the caller's current streams, which are done with the batch."""
+        """Record that the caller's current streams have no further work on the batch."""
         if self._pinning is not None:
             self._copies = self._pinning.record()
 
 
 class Device:
-    """Where batches are delivered; `pinning` pins the slots' memory, if given."""
+    """The device on which batches are delivered; `pinning` pins the slots' memory, if given."""
 
     name = "cpu"  # or "cuda:N"
 
@@ -232,7 +233,7 @@ class Device:
             [not transform.is_identity for transform in todo],
             contents.outlines,
             empty=empty if shared is None else shared.empty,
-            # Helper processes write encoded images there, too.
+            # Shared, because helper processes write encoded images there, too.
             encoded=plain_memory if shared is None else shared.empty,
         )
         if self._pinning is None:
@@ -248,14 +249,14 @@ class Device:
         return DeviceSlot(laid_out.memory, self._pinning, parts)
 
     def uploads(self, core: Core) -> Any:
-        """Return what the core needs to upload batches itself; None if it cannot."""
+        """Return the parameters for uploads by the core; None if it cannot upload."""
 
     def taking(self, turns: Turns) -> Callable[..., bool]:
-        """Return what takes batches in turn, in the order of the caller's streams."""
+        """Return `Turns.take`, made to order batches with the caller's streams."""
         return turns.take
 
     def host_memory(self, nbytes: int) -> NDArray[np.uint8]:
-        """Return host memory for arrays that a worker makes beside a slot's; in any thread.
+        """Return host memory for arrays outside of slots; callable in any thread.
 
         `DeviceError` is raised if it cannot be pinned.
         """
@@ -270,28 +271,28 @@ class Device:
         return False
 
     def open_cache(self, selection: Selection, cache_bytes: int | None) -> Residency | Budget:
-        """Reserve room for the rows of all samples, after `open_slots`.
+        """Reserve memory for the rows of all samples; call `open_slots` first.
 
-        If `cache_bytes` or the device's free memory does not suffice, the `Budget` is returned.
+        Returns the `Budget` if `cache_bytes` or the device's free memory does not suffice.
         """
         raise DeviceError(
-            f"{named('cache', 'device')} keeps rows on a GPU, and none was found; use"
+            f"{named('cache', 'device')} keeps rows on a GPU, but none was found; use"
             f" {named('cache', 'host')}"
         )
 
     def current(self) -> AbstractContextManager[Any]:
-        """Return a context in which this device is the current one."""
+        """Return a context manager that makes this device current."""
         return nullcontext()
 
     def owned(self, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return host arrays as lasting arrays where batches are delivered; may block."""
+        """Return host arrays as arrays of their own on this device; may block."""
         return arrays
 
     def share(self) -> None:
-        """Have the caller's other streams wait for the work of its current one."""
+        """Make the caller's other streams wait for the work on its current one."""
 
     def poison(self, arrays: Iterable[Any]) -> None:
-        """Fill arrays with bytes of 255 (NaN, -1, 255), after all work of the caller."""
+        """Fill arrays with bytes of 255 (NaN, -1, 255), after all of the caller's work."""
         for array in itertools.chain.from_iterable(map(memory_of, arrays)):
             if array.dtype.hasobject:
                 array.fill(None)
@@ -299,7 +300,7 @@ class Device:
                 array.reshape(-1).view(np.uint8).fill(255)
 
     def close(self) -> None:
-        """Wait until the device no longer uses the slots' memory. Raises nothing."""
+        """Wait until the device no longer uses the slots' memory. Never raises."""
 
 
 # --- pinned memory of the host --------------------------------------------------------------------
@@ -308,9 +309,9 @@ class Device:
 class Pinning:
     """Pins memory for all GPUs that PyTorch sees, for batches that stay on the host.
 
-    A copy out of it to a GPU (``tensor.to("cuda", non_blocking=True)``) goes on while the program
-    does, and reads it meanwhile. So before it is refilled, all work that PyTorch's current streams
-    had when the batch was handed back is waited for.
+    A copy to a GPU (``tensor.to("cuda", non_blocking=True)``) is asynchronous, and may still read
+    the memory when the batch is handed back. So before the memory is refilled, all work that
+    PyTorch's current streams had at that time is waited for.
 
     `DeviceError` is raised if PyTorch, or a GPU that it can use, is missing.
     """
@@ -320,15 +321,14 @@ class Pinning:
         try:
             self._torch: Any = importlib.import_module("torch")
         except ImportError as error:
-            raise DeviceError(f"PyTorch pins memory, and is not installed ({error})") from error
+            raise DeviceError(f"PyTorch, which pins memory, is not installed ({error})") from error
         if not self._torch.cuda.is_available():
             raise DeviceError(f"PyTorch {self._torch.__version__} finds no GPU; {hint}")
 
     def pin(self, memory: NDArray[Any]) -> Callable[[], object]:
-        """Pin memory until the last array over it is gone, or the result is called.
+        """Pin memory until the last array over it is gone, or the returned function is called.
 
-        `memory` is of whole pages, as `page_memory` returns it. `DeviceError` is raised if it
-        cannot be pinned.
+        `memory` is whole pages from `page_memory`. `DeviceError` is raised if it cannot be pinned.
         """
         cudart = self._torch.cuda.cudart()
         error = cudart.cudaHostRegister(memory.ctypes.data, memory.nbytes, _PORTABLE)
@@ -347,14 +347,14 @@ class Pinning:
         events = []
         with _failing("a batch could not be handed back"):
             for device in self._used_devices():
-                # Blocking: a waiting thread leaves the core to others.
+                # Blocking: a waiting thread sleeps, and leaves its CPU core to others.
                 event = cuda.Event(blocking=True)
                 event.record(cuda.current_stream(device))
                 events.append(event)
         return events
 
     def are_done(self, events: Iterable[Any]) -> bool:
-        """Tell whether `wait` would return at once; False also if a GPU fails."""
+        """Tell whether `wait` would return at once; also False if a GPU fails."""
         with suppressing(Exception):
             return all(event.query() for event in events)
         return False
@@ -366,17 +366,17 @@ class Pinning:
                 event.synchronize()
 
     def _used_devices(self) -> list[int]:
-        """Return the GPUs that this process has a context on; the others cannot copy anything."""
+        """Return the GPUs on which this process has a context; others cannot be copying."""
         has_context = self._torch._C._cuda_hasPrimaryContext
         return [n for n in range(self._torch.cuda.device_count()) if has_context(n)]
 
     def _unpin(self, address: int) -> None:
         """Wait for all copies, and unpin memory; in any thread, before the memory is unmapped.
 
-        A copy may be on any stream of any thread: the last batch was not handed back, and this
-        thread's streams need not be those of the thread that copied it.
+        A copy may be on any stream of any thread: the last batch was never handed back, and the
+        thread that copied it may use other streams than this one.
         """
-        with suppressing(Exception):  # after a fault of the GPU nothing can be undone
+        with suppressing(Exception):  # after a GPU fault nothing can be undone
             for device in self._used_devices():
                 self._torch.cuda.synchronize(device)
         with suppressing(Exception):
@@ -384,12 +384,12 @@ class Pinning:
                 self._clear_last_error()
 
     def _clear_last_error(self) -> None:
-        """Have PyTorch forget an error that its `cudart` returned: its next kernel would raise it.
+        """Make PyTorch forget an error that its `cudart` returned, or its next kernel raises it.
 
-        PyTorch clears it only when a call fails, and PyTorch raises the error.
+        PyTorch clears the error only when it raises it itself, as it does here.
         """
         with suppressing(Exception):
-            self._torch.cuda.set_device(self._torch.cuda.device_count())  # there is none
+            self._torch.cuda.set_device(self._torch.cuda.device_count())  # no such device
 
 
 @contextlib.contextmanager
@@ -398,5 +398,5 @@ def _failing(what: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise DeviceError(
-            f"{what} ({error}); after a fault of the GPU this process has to be started again"
+            f"{what} ({error}); after a GPU fault, this process has to be restarted"
         ) from error

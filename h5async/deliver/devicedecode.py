@@ -1,13 +1,13 @@
 """Decodes chunks on the GPU: encoded chunks in pinned memory enter, rows of a batch leave.
 
-The host cuts the chunks' frames into compressed blocks (`core/src/frames.c`), nvCOMP decodes all
-blocks of a batch in one call, and our kernels undo the shuffling, check, and copy samples to their
-rows. If anything is doubtful, or fails a check, the host decodes that batch again, and raises the
+The host splits the chunks' frames into compressed blocks (`core/src/frames.c`), nvCOMP decodes all
+blocks of a batch in one call, and our kernels undo the shuffling, verify, and copy samples to their
+rows. If anything is doubtful, or a check fails, the host decodes that batch again, and raises the
 error that says what is wrong.
 
-nvCOMP is called through its C interface (its low-level, batched API, nvCOMP 5 and 6). It checks
-little, and NVIDIA promises nothing for damaged bytes: sizes, states and checksums are compared
-afterwards. Source: the headers of the package nvidia-libnvcomp, `nvcomp/deflate.h` and its kin.
+nvCOMP is called through its C interface (the low-level, batched API of nvCOMP 5 and 6). It checks
+little, and NVIDIA guarantees nothing for damaged data, so sizes, statuses and checksums are checked
+afterwards. Source: the headers of the package nvidia-libnvcomp, `nvcomp/deflate.h` and so on.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from h5async.samples.fieldkind import field_of
 from h5async.spelling import named
 
 _MEMORY_SHARE = 0.5  # of the GPU's free memory, for decoding
-_PIECE_NBYTES = 64 * 1024  # the assumed size of pieces of differing sizes
+_PIECE_NBYTES = 64 * 1024  # the assumed size of pieces whose sizes differ
 
 _MAJOR_VERSIONS = (5, 6)
-_BACKEND_CUDA = 2  # the decompression engine of newer GPUs does not notice damage
+_BACKEND_CUDA = 2  # not the decompression engine of newer GPUs, which does not detect damage
 
 _NAMES = {"deflate": "Deflate", "zstd": "Zstd", "lz4": "LZ4"}
 FORMATS = tuple(_NAMES)
 
 
-class _Options(ctypes.Structure):  # the reserved bytes have to be 0
+class _Options(ctypes.Structure):  # the reserved bytes must be 0
     _fields_ = (("backend", ctypes.c_int), ("reserved", ctypes.c_char * 60))
 
 
@@ -50,14 +50,14 @@ class _Properties(ctypes.Structure):
 
 
 class NvcompError(Exception):
-    """nvCOMP is missing, or refused a call; the message says which."""
+    """nvCOMP is missing, or a call failed; the message says which."""
 
 
 class Blocks(NamedTuple):
-    """Arrays on the device with a number per block.
+    """Arrays on the device with one number per block.
 
-    Addresses and sizes have 64 bits each; for deflate, a source lies at a multiple of 4. To be
-    filled are `actual_nbytes`, and `states` of 32 bits; 0 means success.
+    Addresses and sizes have 64 bits; for deflate, sources must be aligned to 4. nvCOMP fills
+    `actual_nbytes`, and `states` of 32 bits, where 0 means success.
     """
 
     sources: Any
@@ -69,9 +69,9 @@ class Blocks(NamedTuple):
 
 
 class Nvcomp:
-    """The library. Safe to use from many threads.
+    """The nvCOMP library. Safe to use from many threads.
 
-    `NvcompError` is raised if it cannot be loaded, or its version has another interface.
+    `NvcompError` is raised if it cannot be loaded, or its version is not supported.
     """
 
     def __init__(self, path: Path) -> None:
@@ -84,15 +84,15 @@ class Nvcomp:
         major, minor = properties.version // 1000, properties.version % 1000 // 100
         self.version = f"{major}.{minor}.{properties.version % 100}"
         if major not in _MAJOR_VERSIONS:
-            raise NvcompError(f"nvCOMP {self.version} is installed; versions 5 and 6 are known")
+            raise NvcompError(f"nvCOMP {self.version} is installed; versions 5 and 6 work")
         self._wants_stream = major >= 6
         self._options = _Options(_BACKEND_CUDA, b"")
 
     def temp_nbytes(self, form: str, count: int, largest_nbytes: int, total_nbytes: int) -> int:
-        """Return the bytes of device memory that `decompress` needs to work with.
+        """Return the bytes of temporary device memory that `decompress` needs.
 
-        `form` is one of `FORMATS`; `count` blocks have at most `largest_nbytes`, and `total_nbytes`
-        together, once decoded.
+        `form` is one of `FORMATS`; each of the `count` blocks decodes to at most `largest_nbytes`,
+        and all together to at most `total_nbytes`.
         """
         name = f"nvcompBatched{_NAMES[form]}DecompressGetTempSize"
         function = getattr(self._library, name if self._wants_stream else f"{name}Async")
@@ -103,11 +103,11 @@ class Nvcomp:
         return found.value
 
     def decompress(self, form: str, blocks: Blocks, temp: Any, stream: Any) -> None:
-        """Put the decoding of blocks on a stream.
+        """Queue the decoding of blocks on a stream.
 
         `form` is one of `FORMATS`: raw deflate, a zstd frame, an LZ4 block. `temp` is device memory
-        of the size that `temp_nbytes` returns. `NvcompError` is raised if the call is refused;
-        errors of blocks are in `blocks.states`.
+        of the size that `temp_nbytes` returns. `NvcompError` is raised if the call fails; errors of
+        single blocks are in `blocks.states`.
         """
         name = f"nvcompBatched{_NAMES[form]}DecompressAsync"
         sources, source_nbytes, targets, target_nbytes, actual_nbytes, states = (
@@ -128,7 +128,7 @@ class Nvcomp:
 
 @functools.cache
 def load_nvcomp() -> Nvcomp:
-    """Load the library of the package nvidia-libnvcomp; `NvcompError` if there is none."""
+    """Load nvCOMP from the package nvidia-libnvcomp; `NvcompError` if it is not installed."""
     spec = None
     if importlib.util.find_spec("nvidia") is not None:
         spec = importlib.util.find_spec("nvidia.libnvcomp")
@@ -151,11 +151,11 @@ class Staging:
         self.blocks = np.empty((4, tasks), np.int64)
         self.copies = np.empty((3, chunks + tasks), np.int64)
         self.adler = np.empty(chunks + chunks % 2, np.uint32)
-        self.views: list[Any] = []  # of `lists_on_device`, for the current batch
+        self.views: list[Any] = []  # of `lists_on_device`: each list of the current batch
 
 
 class DeviceDecoder:
-    """Decodes chunks of one field. Safe to use from many threads, except `decode`."""
+    """Decodes the chunks of one field. Safe to use from many threads, except `decode`."""
 
     def __init__(self, gpu: Gpu, kernels: Kernels, form: EncodedFormat) -> None:
         self._gpu, self._kernels = gpu, kernels
@@ -178,7 +178,7 @@ class DeviceDecoder:
         self._temp = cupy.empty(max(1, _temp_nbytes(form, self._nvcomp)), np.uint8)
 
     def upload(self, plan: EncodedPlan, staging: Staging, stream: Any) -> None:
-        """Cut the chunks of a batch, and upload them and the lists of their blocks.
+        """Split the chunks of a batch into blocks; upload them and the lists of their blocks.
 
         `NotDecoded` is raised if anything about a chunk is unusual.
         """
@@ -196,7 +196,7 @@ class DeviceDecoder:
         if form.is_deflate:
             lists.append(staging.adler[: plan.num_chunks + plan.num_chunks % 2].view(np.int64))
         staging.views, words, used = [], 0, plan.used_nbytes
-        for one in lists:  # to be uploaded at once
+        for one in lists:  # concatenated, for a single upload
             begin, words = words, words + one.size
             staging.lists[begin:words] = one
             staging.views.append(staging.lists_on_device[begin:words])
@@ -204,11 +204,11 @@ class DeviceDecoder:
         self._gpu.upload(staging.lists_on_device[:words], staging.lists[:words], stream)
 
     def decode(self, plan: EncodedPlan, staging: Staging, rows: Any, stream: Any) -> None:
-        """Put the decoding of an uploaded batch on `stream`, the current one, always the same.
+        """Queue the decoding of an uploaded batch on `stream`, the current one, always the same.
 
-        One thread at a time: work of two batches must not be mixed on the stream. `rows` are the
-        rows of the batch as read, as uint8. Once the stream has come this far, ``staging.is_bad``
-        tells whether it failed.
+        One thread at a time: the work of two batches must not be interleaved. `rows` are the rows
+        of the batch as read, viewed as uint8. Once the stream has done the work,
+        ``staging.is_bad`` tells whether decoding failed.
         """
         form, shape, launch = self.form, self.form.shape, self._kernels.launch
         nbytes, count = shape.chunk_nbytes, plan.num_chunks
@@ -217,7 +217,7 @@ class DeviceDecoder:
         decoded, tasks = self._chunks[0], staging.views[0].size
         states, actual = self._states[:tasks], self._actual[:tasks]
         self._is_bad.fill(0)
-        # An earlier batch's results must not pass for this one's. (Cleared by CUDA itself: CuPy
+        # Results of an earlier batch must not be taken for this one's. (Set by CUDA itself, as CuPy
         # would compile a kernel.)
         runtime = self._gpu.cupy.cuda.runtime
         runtime.memsetAsync(states.data.ptr, 0xFF, states.nbytes, stream.ptr)
@@ -295,11 +295,11 @@ def find_formats(
     free_nbytes: int,
     host_nbytes: int,
 ) -> tuple[list[EncodedFormat | None], str | None]:
-    """Return, per field, how a GPU decodes its chunks, or None; and why no field is, if so.
+    """Return, per field, how a GPU decodes its chunks, or None; if it decodes no field, also why.
 
-    `on_host` says why the host always decodes some columns, by name. `free_nbytes` are of the GPU's
+    `on_host` says why the host always decodes some columns, by name. `free_nbytes` is the free GPU
     memory; `host_nbytes` is the limit of host memory for encoded chunks, in all slots.
-    `DeviceError` is raised if ``decode="device"`` was requested, and is not possible for some
+    `DeviceError` is raised if ``decode="device"`` was requested but is not possible for some
     compressed field.
     """
     nothing: list[EncodedFormat | None] = [None] * len(layouts)
@@ -334,8 +334,8 @@ def find_formats(
             staged = config.prefetch * found.staging_nbytes
             if staged > host_nbytes:
                 found = (
-                    f"its encoded chunks take {staged:,} bytes of the host's memory, of"
-                    f" {max(0, host_nbytes):,} that max_batch_bytes leaves them"
+                    f"its encoded chunks need {staged:,} bytes of host memory, but max_batch_bytes"
+                    f" leaves only {max(0, host_nbytes):,} for them"
                 )
             elif needed > free_nbytes * _MEMORY_SHARE:
                 found = (

@@ -1,13 +1,13 @@
-"""Finds the device that batches are delivered on; decides what a GPU decodes, and frees its memory.
+"""Finds the device to deliver batches on; decides what a GPU decodes, and frees memory for that.
 
-An option says which device it is. This is the only importer of CuPy; modules that only a GPU needs
-are imported if one is requested.
+An option selects the device. Only this module imports CuPy; modules that only a GPU needs are
+imported if one is requested.
 
 Options and layouts enter once: they say which fields a GPU can decode. Then requests and outcomes
-of batches enter. With `decode="auto"` the first batches are decoded on both in turn, until each was
-measured often enough. The slowest stage counts: all threads together, the link, or the kernels. If
-the host proves faster, the memory that only decoding on the GPU needs is freed, once no batch under
-way may be decoded there.
+of batches enter. With `decode="auto"`, host and GPU decode the first batches by turns, until both
+were measured often enough. The time of the slowest stage counts: all threads together, copies, or
+kernels. If the host proves faster, the memory for decoding on the GPU is freed, once no batch under
+way can be decoded there any more.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from h5async.deliver.cuda import CudaDevice
     from h5async.deliver.gpu import Gpu
 
-# The number of this process on its node: PyTorch's launchers, Open MPI, Slurm. If one launcher
-# starts another, the inner one comes first.
+# Variables with the rank of a process on its node: of PyTorch's launchers, Open MPI, Slurm. If one
+# launcher starts another, the inner one comes first.
 _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 
 # cudaError_t
@@ -52,7 +52,7 @@ _STUB_LIBRARY, _INSUFFICIENT_DRIVER, _NO_DEVICE = 34, 35, 100
 _log = logging.getLogger("h5async")
 
 _MEASURED = 4  # batches decoded on each; the first is warm-up, and does not count
-_MARGIN = 0.9  # the GPU, which has other work, must be faster by this factor
+_MARGIN = 0.9  # the GPU's time must be below this share of the host's, since it has other work
 
 
 class MissingGpuError(DeviceError):
@@ -60,13 +60,13 @@ class MissingGpuError(DeviceError):
 
 
 def find_device(name: str, pin_memory: bool = False) -> Device:
-    """Return the device of an option ``device``.
+    """Return the device that the option ``device`` selects.
 
     `name` is ``"cpu"``, ``"cuda"``, ``"cuda:N"``, or ``"auto"``: CUDA if CuPy and a GPU are
     available. With `pin_memory`, batches stay on the host, in pinned memory.
 
-    `DeviceError` is raised if CuPy, PyTorch or the GPU is missing, or the GPU cannot be used, and
-    says which, and what to do. ``"auto"`` tolerates what is missing, but not a GPU that fails.
+    `DeviceError` is raised if CuPy, PyTorch or the GPU is missing, or the GPU cannot be used; its
+    message says what to do. ``"auto"`` tolerates missing parts, but not a GPU that fails.
     """
     if pin_memory:
         return Device(Pinning())
@@ -87,7 +87,7 @@ def find_device(name: str, pin_memory: bool = False) -> Device:
 
 
 def import_cupy() -> Any:
-    """Return the module; `MissingGpuError` if it is not installed."""
+    """Import CuPy; `MissingGpuError` if it is not installed."""
     try:
         return importlib.import_module("cupy")
     except ImportError as error:
@@ -99,7 +99,7 @@ def import_cupy() -> Any:
 
 
 def find_gpu(number: int | None = None) -> tuple[Gpu, str]:
-    """Return GPU `number`, or None for the one that `choose` chooses, and why it is this one.
+    """Return GPU `number` (None: as `choose` says), and why it was chosen.
 
     `MissingGpuError` is raised if CuPy or the GPU is missing, `DeviceError` if it cannot be used.
     """
@@ -114,7 +114,7 @@ def find_gpu(number: int | None = None) -> tuple[Gpu, str]:
             f"CuPy {cupy.__version__} is installed but finds no usable GPU ({error}); check"
             f" with: nvidia-smi. To read without one: {named('device', 'cpu')}"
         ) from error
-    reason = "the option device"
+    reason = "chosen by the option device"
     if number is None and count:
         number, reason = choose(cupy, count)
     if not count or number is None or number >= count:
@@ -126,19 +126,19 @@ def find_gpu(number: int | None = None) -> tuple[Gpu, str]:
 
 
 def _is_missing(cupy: Any, error: Exception) -> bool:
-    """Tell whether CUDA's error says that there is no GPU, rather than that one fails."""
+    """Tell whether CUDA's error means that there is no GPU, rather than that one fails."""
     status = getattr(error, "status", None)
-    if status == _INSUFFICIENT_DRIVER:  # also without a driver, whose version is 0 then
+    if status == _INSUFFICIENT_DRIVER:  # also if there is no driver: its version is then 0
         return not cupy.cuda.runtime.driverGetVersion()
     return status in (_STUB_LIBRARY, _NO_DEVICE)
 
 
 def choose(cupy: Any, count: int) -> tuple[int, str]:
-    """Return the number of the GPU, of `count`, that fits this process best, and why.
+    """Return the number of the GPU, of `count`, that suits this process best, and why.
 
-    That is the current one of CuPy or PyTorch, if it was chosen or PyTorch uses it. Under a
-    launcher of several processes on a node, which may show each only its own GPU, it is each
-    process's own; else the first.
+    It is the current device of CuPy or PyTorch, if that was chosen explicitly or PyTorch uses it.
+    Under a launcher of several processes per node, it is the process's own one, which may be the
+    only one that the process sees. Otherwise it is the first.
     """
     current = int(cupy.cuda.runtime.getDevice())
     if current:
@@ -158,7 +158,7 @@ def choose(cupy: Any, count: int) -> tuple[int, str]:
 class DecodeChoice:
     """Decides where chunks are decoded, by the option `decode`. Safe to use from many threads.
 
-    `obstacle` says why the GPU cannot decode, if it cannot. `on_device` is None while both are
+    `obstacle` says why the GPU cannot decode; None if it can. `on_device` is None while both are
     being measured.
     """
 
@@ -191,7 +191,7 @@ class DecodeChoice:
             return is_next
 
     def note(self, on_device: bool, seconds: float) -> None:
-        """Note the seconds of a batch's slowest stage."""
+        """Note the time of a batch's slowest stage."""
         with self._lock:
             if self.on_device is not None:
                 return
@@ -208,20 +208,20 @@ class DecodeChoice:
             )
 
     def note_fallback(self) -> None:
-        """Note a batch that was meant for the device, and that the host has to decode."""
+        """Note a batch that was meant for the device but must be decoded by the host."""
         with self._lock:
             self._fallbacks += 1
         self.note(True, math.inf)
 
 
 class DevicePolicy:
-    """Says what a device decodes, and for how long. Safe to use from many threads.
+    """Decides what a device decodes, and until when. Safe to use from many threads.
 
-    `DeviceError` is raised if ``decode="device"`` was requested, and is not possible.
+    `DeviceError` is raised if ``decode="device"`` was requested but is not possible.
 
-    Layouts and transforms are by column; a batch has `rows` samples at most; `host_nbytes` limits
+    Layouts and transforms are by column; a batch has at most `rows` samples; `host_nbytes` limits
     the host memory for encoded chunks, in all slots; `mapped` are columns of codes that are mapped
-    to others.
+    to other codes.
     """
 
     def __init__(
@@ -236,10 +236,10 @@ class DevicePolicy:
     ) -> None:
         self._device = device
         self._lock = threading.Lock()
-        # Of batches under way that may be decoded there: whether they are, or the host does it in
-        # the end, after all.
+        # By serial of a batch under way that was meant for the device: False if the host has to
+        # decode it after all.
         self._is_decoded: dict[int, bool] = {}
-        # By column: how the device decodes its chunks; None if it does not.
+        # By column: how the device decodes its chunks; None if the host does.
         self.formats: list[EncodedFormat | None] = [None] * len(layouts)
         obstacle: str | None = "there is no GPU"
         if device.name != "cpu":
@@ -250,12 +250,12 @@ class DevicePolicy:
                 config, layouts, rows, on_host, self._gpu.gpu.free_nbytes, host_nbytes
             )
         elif config.decode == "device":
-            raise DeviceError(f"{named('decode', 'device')} needs a GPU, and none was found")
+            raise DeviceError(f"{named('decode', 'device')} needs a GPU, but none was found")
         staged = sum(form.staging_nbytes for form in self.formats if form is not None)
-        self.host_nbytes = config.prefetch * staged  # of host memory, for encoded chunks
+        self.host_nbytes = config.prefetch * staged  # host memory for encoded chunks
         self._choice = DecodeChoice(config.decode, obstacle)
-        self._holds_memory = any(self.formats)  # else nothing is decoded there (any more)
-        self.num_chunks = self.decoded_nbytes = 0  # what was decoded there so far
+        self._holds_memory = any(self.formats)  # if not, nothing is decoded there (any more)
+        self.num_chunks = self.decoded_nbytes = 0  # decoded there so far
 
     @property
     def sentence(self) -> str:
@@ -264,12 +264,12 @@ class DevicePolicy:
 
     @property
     def plan_columns(self) -> PlanColumns | None:
-        """What plans encoded chunks instead of rows; None if nothing is decoded there."""
+        """The method that plans encoded chunks instead of rows; None if the host decodes all."""
         return self.plan if self._holds_memory else None
 
     @property
     def _gpu(self) -> CudaDevice:
-        return cast("CudaDevice", self._device)  # as nothing is decoded elsewhere
+        return cast("CudaDevice", self._device)  # only such a device decodes
 
     def plan(
         self,
@@ -278,7 +278,7 @@ class DevicePolicy:
         request: FillRequest,
         index: NDArray[np.int64],
     ) -> Mapping[int, Ranges]:
-        """Return the encoded chunks that the device decodes of a batch, by column."""
+        """Return, by column, the encoded chunks of a batch for the device to decode."""
         slot = self._gpu.slots[request.slot]
         slot.staged = {}
         if request.samples is not None or not self._begins(request.serial):
@@ -299,17 +299,17 @@ class DevicePolicy:
     def _begins(self, serial: int) -> bool:
         if not self._holds_memory:
             return False
-        with self._lock:  # as in `end`, which frees the memory once no batch may need it
+        with self._lock:  # `end` holds it, too, to free the memory only if no batch needs it
             is_theirs = self._is_decoded.get(serial, True) and self._choice.next_on_device()
             if is_theirs:
                 self._is_decoded[serial] = True
             return is_theirs
 
     def leaves_to_host(self, request: FillRequest, error: BaseException | None) -> bool:
-        """Tell whether a batch has to be filled again for the host to decode, and note it.
+        """Tell whether a batch must be filled again so that the host decodes it; note that.
 
-        The host decodes what the device cannot, and raises the error that says what is wrong.
-        `error` is what went wrong with the batch, in filling or uploading.
+        The host decodes chunks that the device cannot, or raises an error that says what is wrong.
+        `error` is the batch's error in filling or uploading; None: there was none.
         """
         with self._lock:
             if error is None or not self._is_decoded.get(request.serial):
@@ -323,11 +323,11 @@ class DevicePolicy:
     def note(
         self, request: FillRequest, outcome: FillOutcome, seconds: float, upload_seconds: float
     ) -> None:
-        """Note an uploaded batch. May wait until the device has it.
+        """Note an uploaded batch; may wait for the upload.
 
-        `seconds` is the time of filling and uploading, shared by all threads; `upload_seconds` that
-        of the thread that uploaded it, and waited for what the device decoded: however many threads
-        there are, that is done batch after batch.
+        `seconds` is the time of filling and uploading, divided among all threads; `upload_seconds`
+        is the time of the thread that uploaded it, and waited for the device to decode: however
+        many threads there are, that is done for one batch at a time.
         """
         if not self._holds_memory or outcome.is_resident:
             return
@@ -346,9 +346,9 @@ class DevicePolicy:
             self._choice.note(on_device, max(seconds, in_turn, slot.transfer_seconds()))
 
     def end(self, request: FillRequest) -> None:
-        """Note that a batch is no longer decoded on the device.
+        """Note that the device is done with decoding a batch.
 
-        Frees the memory for that, once the host was chosen for all batches.
+        Frees the memory for decoding, once the host has been chosen for all batches.
         """
         if not self._holds_memory:
             return
@@ -363,7 +363,7 @@ class DevicePolicy:
 def _left_to_host(
     device: Device, transforms: Mapping[str, RowTransform], mapped: Names[str]
 ) -> dict[str, str]:
-    """Return why the host always decodes some columns."""
+    """Return why the host always decodes some columns, by name."""
     on_host = dict.fromkeys(mapped, "its codes are mapped on the host")
     for name, transform in transforms.items():
         if transform.capacity is not None:

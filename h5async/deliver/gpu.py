@@ -3,11 +3,10 @@
 All use of the GPU goes through a `Gpu`, which `devicepolicy.py` makes. `Kernels` move, unshuffle,
 permute, cast and scale arrays on it; CuPy compiles them on first use.
 
-Each GPU that a process uses costs it half a gigabyte of that GPU's memory, for a context. If in
-doubt, CUDA makes one on GPU 0, which is every thread's GPU until it chooses another. With many
-processes on a node that memory is soon exhausted. So our code calls CUDA only while the reader's
-GPU is current: our threads choose it once and keep it; in the caller's threads, the previous
-context is restored.
+A process's context on a GPU takes half a gigabyte of that GPU's memory. By default CUDA makes one
+on GPU 0, which is every thread's GPU until it chooses another. With many processes on a node, the
+memory of GPU 0 is soon exhausted. So our code calls CUDA only while the reader's GPU is current:
+our threads choose it once and keep it; in the caller's threads, the previous context is restored.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ from h5async.samples.samplearrays import exact_kernel
 from h5async.spelling import named
 from h5async.system.interruptions import Flag, Patience, join_threads, suppressing
 
-_MEMORY_ALLOCATION = 2  # of cudaError_t
+_MEMORY_ALLOCATION = 2  # cudaErrorMemoryAllocation
 
 _Result = TypeVar("_Result")
 
 
 class Gpu:
-    """One GPU, by its CUDA context. Safe to use from many threads.
+    """One GPU, with its primary CUDA context. Safe to use from many threads.
 
     `cupy` is the module; `name` is ``"cuda:N"``. `DeviceError` is raised if the GPU cannot be used.
     """
@@ -56,7 +55,7 @@ class Gpu:
             self.driver = load_driver()
         except OSError as error:
             raise DeviceError(f"{self.name}: CUDA's driver cannot be loaded ({error})") from error
-        self.errors: tuple[type[Exception], ...]  # those that CUDA's errors raise
+        self.errors: tuple[type[Exception], ...]  # the exceptions that CuPy raises
         self.errors = runtime.CUDARuntimeError, driver.CUDADriverError, lack
         with self.failing("it cannot be used"):
             self.context = in_own_thread(partial(_primary_context, cupy, number))
@@ -65,8 +64,8 @@ class Gpu:
     def current(self) -> Iterator[None]:
         """Make this GPU current for the thread; a thread of ours keeps it.
 
-        CuPy's `Device` would return to GPU 0, and so make a context there. Restoring the previous
-        context, or none, makes no context.
+        CuPy's `Device` would switch back to GPU 0 afterwards, and so make a context there.
+        Restoring the previous context, or none, makes no context.
         """
         driver, found = self.cupy.cuda.driver, ctypes.c_void_p()
         if status := self.driver.cuCtxGetCurrent(ctypes.byref(found)):
@@ -83,9 +82,9 @@ class Gpu:
 
     @contextlib.contextmanager
     def freeing(self) -> Iterator[None]:
-        """Make this GPU current to free something; errors of CUDA are suppressed.
+        """Make this GPU current to free something; suppress CUDA's errors.
 
-        After a fault of the GPU nothing can be freed, and the fault was reported before.
+        After a GPU fault nothing can be freed, and the fault has been reported already.
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(suppressing(*self.errors))
@@ -95,39 +94,39 @@ class Gpu:
 
     @contextlib.contextmanager
     def failing(self, what: str) -> Iterator[None]:
-        """Turn CUDA's errors into a `DeviceError` that says what failed."""
+        """Turn CUDA's errors into a `DeviceError`; `what` says what failed."""
         try:
             yield
         except self.errors as error:
             hint = (
                 f"its memory is used up: make {named('batch_size')}, {named('prefetch')} or"
-                f" {named('cache_bytes')} smaller, or end"
-                " what else uses it"
+                f" {named('cache_bytes')} smaller, or stop"
+                " other programs that use it"
                 if self.is_lack_of_memory(error)
-                else "after a fault of the GPU this process has to be started again, perhaps with"
+                else "after a GPU fault, this process has to be restarted, perhaps with"
                 f" {named('decode', 'host')}"
             )
             raise DeviceError(f"{self.name}: {what} ({error}); {hint}") from error
 
     @contextlib.contextmanager
     def working(self, what: str) -> Iterator[None]:
-        """Make this GPU current, and turn CUDA's errors into a `DeviceError`: `what` failed."""
+        """Make this GPU current, and turn CUDA's errors into a `DeviceError`; see `failing`."""
         with self.failing(what), self.current():
             yield
 
     def is_lack_of_memory(self, error: Exception) -> bool:
-        """Tell whether the GPU refused memory."""
+        """Tell whether an error means that the GPU is out of memory."""
         is_cupys = isinstance(error, self.cupy.cuda.memory.OutOfMemoryError)
         return is_cupys or getattr(error, "status", None) == _MEMORY_ALLOCATION
 
     @property
     def free_nbytes(self) -> int:
-        """Bytes of the GPU's memory that are free now."""
+        """The bytes of GPU memory that are free now."""
         with self.working("its free memory cannot be read"):
             return int(self.cupy.cuda.runtime.memGetInfo()[0])
 
     def streams(self) -> list[int]:
-        """Return the streams on which the caller may use a batch now; this GPU is current."""
+        """Return the streams on which the caller may use a batch; this GPU must be current."""
         streams = [int(self.cupy.cuda.get_current_stream().ptr)]
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
@@ -137,9 +136,9 @@ class Gpu:
         return streams
 
     def upload(self, target: Any, source: NDArray[Any], stream: Any) -> None:
-        """Put the copy of a host array to one on the GPU, of the same size, on a stream.
+        """Queue the copy of a host array to a GPU array of the same size on a stream.
 
-        Both are C-contiguous. (CuPy's `set` chooses a device for the thread.)
+        Both are C-contiguous. (CuPy's `set` would change the thread's current device.)
         """
         assert target.nbytes == source.nbytes
         runtime = self.cupy.cuda.runtime
@@ -152,9 +151,9 @@ class Gpu:
         )
 
     def on_device(self, array: NDArray[Any]) -> Any:
-        """Return a copy of a small array on the GPU, after waiting for it; this GPU is current.
+        """Copy a small array to the GPU, and wait for it; this GPU must be current.
 
-        (CuPy's `asarray` would take pinned memory from a pool that keeps it.)
+        (CuPy's `asarray` would use pinned memory from a pool that never returns it.)
         """
         pinned = self.pinned_memory(array.nbytes).view(array.dtype).reshape(array.shape)
         pinned[...] = array
@@ -164,18 +163,18 @@ class Gpu:
         stream.synchronize()
         return copied
 
-    # --- freed with the last user, in any thread --------------------------------------------------
+    # --- resources, freed with their last user, in any thread -------------------------------------
 
     def stream(self) -> Any:
-        """Return a new stream that does not wait for the default one; this GPU is current."""
+        """Return a new stream that does not wait for the default one; this GPU must be current."""
         runtime = self.cupy.cuda.runtime
-        # CuPy would destroy one of its own under any context, and even if it was never made.
+        # CuPy destroys its own streams under any context, even if creating one has failed.
         owner = Owned(int(runtime.streamCreateWithFlags(runtime.streamNonBlocking)))
         self.freed_with(owner, runtime.streamDestroy, owner.address)
         return self.cupy.cuda.Stream.from_external(owner)
 
     def event(self, *, blocks: bool = False, is_timed: bool = False) -> Event:
-        """Return a new event; this GPU is current. `blocks`: waiting threads yield the core."""
+        """Return a new event; this GPU must be current. `blocks`: waiting threads sleep."""
         runtime = self.cupy.cuda.runtime
         flags = blocks * runtime.eventBlockingSync | (not is_timed) * runtime.eventDisableTiming
         event = Event(self.cupy, self.driver, int(runtime.eventCreateWithFlags(flags)))
@@ -183,23 +182,23 @@ class Gpu:
         return event
 
     def allocating(self) -> AbstractContextManager[None]:
-        """Return a context in which CuPy allocates from the GPU, and not from the caller's pool.
+        """Return a context manager in which CuPy allocates from the GPU, not the caller's pool.
 
-        Memory of an array goes back to the GPU with the last array over it. (A pool would keep it;
-        and a dropped pool takes memory away from arrays that are still used.)
+        Memory returns to the GPU with the last array over it. (A pool would keep it, and dropping a
+        pool frees memory of arrays that are still in use.)
         """
         context: AbstractContextManager[None] = self.cupy.cuda.using_allocator(self._allocate)
         return context
 
     def _allocate(self, nbytes: int) -> Any:
-        """Return memory, in the form that CuPy expects of an allocator."""
+        """Allocate memory; an allocator for CuPy."""
         cuda = self.cupy.cuda
         try:
             address = int(cuda.runtime.malloc(nbytes))
         except cuda.runtime.CUDARuntimeError as error:
             if not self.is_lack_of_memory(error):
                 raise
-            # CuPy's pool may keep unused memory.
+            # CuPy's pool may hold unused memory.
             self.cupy.get_default_memory_pool().free_all_blocks()
             address = int(cuda.runtime.malloc(nbytes))
         owner = Owned(address)
@@ -207,13 +206,13 @@ class Gpu:
         return cuda.MemoryPointer(cuda.UnownedMemory(address, nbytes, owner, self.number), 0)
 
     def memory(self, nbytes: int) -> Any:
-        """Return memory of the GPU as a uint8 array; this GPU is current."""
+        """Return GPU memory as a uint8 array; this GPU must be current."""
         with self.allocating():
             return self.cupy.empty(nbytes, np.uint8)
 
     def pinned_memory(self, nbytes: int) -> NDArray[np.uint8]:
-        """Return pinned host memory; this GPU is current."""
-        # Not from CuPy's pool, which takes the next power of two.
+        """Return pinned host memory; this GPU must be current."""
+        # Not from CuPy's pool, which rounds up to a power of two.
         runtime = self.cupy.cuda.runtime
         address = int(runtime.hostAlloc(max(1, nbytes), 0))
         owner = Owned(address, nbytes)
@@ -221,19 +220,19 @@ class Gpu:
         return np.asarray(owner)
 
     def pin(self, memory: NDArray[np.uint8]) -> Callable[[], object]:
-        """Pin whole pages until they are unmapped, or the result is called; this GPU is current."""
+        """Pin whole pages until unmapped, or the result is called; this GPU must be current."""
         address = memory.ctypes.data
         self.cupy.cuda.runtime.hostRegister(address, memory.nbytes, 0)
         return call_before_unmap(memory, partial(self._free, self._unregister, address))
 
     def _unregister(self, address: int) -> None:
-        # Wait for copies out of it.
+        # Wait for copies from the memory.
         with suppressing(*self.errors):
             self.cupy.cuda.runtime.deviceSynchronize()
         self.cupy.cuda.runtime.hostUnregister(address)
 
     def freed_with(self, owner: object, free: Callable[[int], object], address: int) -> None:
-        """Have something freed, on this GPU, when its owner is gone."""
+        """Have a resource freed, on this GPU, when its owner is gone."""
         weakref.finalize(owner, self._free, free, address).atexit = False
 
     def _free(self, free: Callable[[int], object], address: int) -> None:
@@ -243,10 +242,10 @@ class Gpu:
 
 @functools.cache
 def load_driver() -> Any:
-    """Return CUDA's driver, for calls that wait for nothing; they keep the GIL.
+    """Load CUDA's driver, for calls that do not block, and so keep the GIL.
 
-    CuPy releases it in each call. To get it back while other threads run Python takes many times as
-    long as such a call.
+    CuPy releases the GIL in each call. Getting it back while other threads run Python takes many
+    times as long as the call.
     """
     driver = ctypes.PyDLL("libcuda.so.1")
     driver.cuEventRecord.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
@@ -257,16 +256,16 @@ def load_driver() -> Any:
 
 
 class Event:
-    """A point in the work of a stream, for which others can wait."""
+    """A CUDA event: a point in the work of a stream that others can wait for."""
 
     def __init__(self, cupy: Any, driver: Any, address: int) -> None:
         self._cuda, self._driver = cupy.cuda, driver
         self.address = address
 
     def record(self, stream: int) -> None:
-        """Put the event after all current work of a stream; before, it counts as done.
+        """Record the event after all current work of a stream; a new event counts as done.
 
-        If that fails, the work is waited for, since nobody will wait for the event.
+        If recording fails, wait for the work here, because nobody can wait for the event.
         """
         status = self._driver.cuEventRecord(self.address, stream)
         if status:
@@ -275,26 +274,26 @@ class Event:
             raise self._cuda.driver.CUDADriverError(status)
 
     def hold(self, stream: int) -> None:
-        """Have a stream wait for the event before its later work."""
+        """Make a stream wait for the event before its later work."""
         status = self._driver.cuStreamWaitEvent(stream, self.address, 0)
         if status:
             raise self._cuda.driver.CUDADriverError(status)
 
     def is_done(self) -> bool:
-        """Tell whether the stream has come to the event, without waiting for it."""
-        return int(self._driver.cuEventQuery(self.address)) == 0  # else: not yet, or an error
+        """Tell whether the stream has reached the event. Never blocks."""
+        return int(self._driver.cuEventQuery(self.address)) == 0  # nonzero: not yet, or an error
 
     def synchronize(self) -> None:
         """Wait for the event."""
         self._cuda.runtime.eventSynchronize(self.address)
 
     def seconds_since(self, earlier: Event) -> float:
-        """Return the seconds between two timed events that are done."""
+        """Return the seconds since another event; both are timed, and done."""
         return float(self._cuda.runtime.eventElapsedTime(earlier.address, self.address)) / 1e3
 
 
 class Owned:
-    """Lives as long as what CUDA has made is used: a stream for CuPy, or memory, also for NumPy."""
+    """Owns a CUDA resource for as long as it is used: a stream, or memory, also for NumPy."""
 
     def __init__(self, address: int, nbytes: int = 0) -> None:
         self.address = address
@@ -312,7 +311,7 @@ class Owned:
 def in_own_thread(work: Callable[[], _Result]) -> _Result:
     """Do some work in a thread of ours; return its result, or raise its exception.
 
-    For work that changes the thread's current device, as CuPy does when it compiles a kernel.
+    It is for work that changes the thread's current device, as CuPy's compiling of kernels does.
     """
     returned: list[_Result] = []
     raised: list[BaseException] = []
@@ -334,7 +333,7 @@ def in_own_thread(work: Callable[[], _Result]) -> _Result:
         if raised:
             raise raised[0]
     finally:
-        raised.clear()  # its traceback holds this frame
+        raised.clear()  # breaks a cycle: the traceback refers to this frame
     return returned[0]
 
 
@@ -345,10 +344,10 @@ def _primary_context(cupy: Any, number: int) -> int:
 
 # --- kernels --------------------------------------------------------------------------------------
 
-# Per sample; with more, neighbouring threads read too far apart.
+# Planes per sample; with more, neighbouring threads read too far apart.
 _MAX_PLANES = 16
 
-# A thread takes one point of one sample, and all its channels: it reads neighbouring bytes, and
+# A thread handles one point of one sample, with all its channels: it reads neighbouring bytes, and
 # neighbouring threads write neighbouring values of each plane.
 _PLANES_PARAMETERS = "raw S stored, raw int64 index, int64 points, int32 channels"
 _PLANES = """
@@ -359,7 +358,7 @@ for (int c = 0; c < channels; ++c)
 """
 _STORED = "h5async_to<T>(stored[begin + c])"
 
-# Of kernels.cu.
+# The kernels of kernels.cu.
 _FUNCTIONS = ("copy_rows", "copy", "unshuffle", "bitunshuffle", "place", "adler32", "verify")
 _THREADS = 256  # per block
 _MAX_BLOCKS = 64  # per piece
@@ -369,9 +368,9 @@ _MAX_GRID_Y = 65535
 class RowChange(NamedTuple):
     """Does a transform on the device, with exactly the result of `RowTransform.apply`.
 
-    ``change(raw, index, out)`` fills (n, *row) from (n, *raw_row), both C-contiguous; `index`,
-    int64 (n,), is 0 to n - 1. If it `gathers`, `raw` may have other rows, from which `index`
-    selects.
+    ``change(raw, index, out)`` fills `out`, (n, *row), from `raw`, (n, *raw_row), both
+    C-contiguous; `index`, int64 (n,), is 0 to n - 1. If it `gathers`, `raw` may have any number of
+    rows, and `index` selects from them.
     """
 
     change: Callable[[Any, Any, Any], None]
@@ -402,17 +401,17 @@ class Kernels:
         self._cast = kernel("S stored", "T delivered", cast, "cast")
 
     def row_change(self, transform: RowTransform) -> RowChange:
-        """Return what does a transform of rows on the device, in one kernel."""
+        """Return a function that transforms rows on the device in one kernel."""
         channels = transform.channels
         is_scaled = transform.scale is not None or transform.offset is not None
         factors = _factors(transform) if is_scaled else ()
-        # C casts these stored types to the delivered ones as CuPy and NumPy do.
+        # C casts these types as CuPy and NumPy do.
         is_plain = all(
             dtype.kind in "iuf" and dtype != np.float16
             for dtype in (transform.raw_dtype, transform.dtype)
         )
         if not channels or channels > _MAX_PLANES or not is_plain:
-            # At least 1-dimensional: CuPy turns a 0-dimensional -0.0 into 0.0.
+            # At least one dimension: CuPy turns a 0-dimensional -0.0 into 0.0.
             whole = tuple(self._on_device(np.atleast_1d(factor)) for factor in factors)
             return RowChange(partial(self._change, transform.permutation, whole), False)
         each = tuple(
@@ -421,7 +420,7 @@ class Kernels:
         return RowChange(partial(self._change_planes, channels, each), True)
 
     def copy_rows(self, rows: Any, index: Any, out: Any, *, scatters: bool) -> None:
-        """Copy rows number `index` to all rows of `out`, or, if it `scatters`, all to these."""
+        """Copy ``rows[index]`` to `out`; or, if it `scatters`, `rows` to ``out[index]``."""
         count, row_nbytes = index.size, (rows.nbytes // len(rows) if len(rows) else 0)
         if row_nbytes:
             arrays = rows.view(np.uint8), out.view(np.uint8), index
@@ -429,9 +428,9 @@ class Kernels:
             self.launch("copy_rows", row_nbytes, count, *arrays, *sizes)
 
     def launch(self, name: str, nbytes: int, count: int, *arguments: Any) -> None:
-        """Launch a kernel of kernels.cu, which explains the arguments: arrays, and NumPy's numbers.
+        """Launch a kernel of kernels.cu; for the arguments, arrays and NumPy scalars, see there.
 
-        It has `count` pieces of work, of about `nbytes` each; at 0, nothing is launched.
+        It has `count` pieces of work, of about `nbytes` each; if `count` is 0, it is not launched.
         """
         if count:
             blocks = max(1, min(_MAX_BLOCKS, -(-nbytes // (16 * _THREADS))))
@@ -469,7 +468,7 @@ def _scaled(stored: str, scale: str, offset: str) -> str:
 
 
 def _factors(transform: RowTransform) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return scale and offset; -0.0 adds nothing."""
+    """Return scale and offset, by default 1 and -0.0 (adding 0.0 would change -0.0)."""
     scale = transform.scale if transform.scale is not None else np.ones((), transform.dtype)
     offset = transform.offset if transform.offset is not None else -np.zeros((), transform.dtype)
     return scale, offset
@@ -478,9 +477,9 @@ def _factors(transform: RowTransform) -> tuple[NDArray[Any], NDArray[Any]]:
 def can_transform(transform: RowTransform) -> bool:
     """Tell whether a GPU transforms rows with exactly the host's result.
 
-    It has no foreign byte order, casts values out of an integer's range to other integers, and
-    rounds twice on the way to float16 values that float32 does not hold exactly. Complex numbers
-    were not examined.
+    A GPU lacks foreign byte orders, casts floats outside an integer type's range differently, and
+    rounds twice when it casts to float16 a type that float32 does not represent exactly. Complex
+    numbers have not been examined.
     """
     raw, dtype = transform.raw_dtype, transform.dtype
     if transform.is_identity:

@@ -1,11 +1,11 @@
-/* Bytes of chunks, on the GPU, enter; undone filters, placed samples and checks of them leave.
+/* Undo filters, copy samples to their rows, and verify decoded chunks, all in GPU memory.
 
-   Compiled at run time (NVRTC, C++17, no headers). Every kernel is right for any number of blocks
-   and of threads: x is gone through with a grid's stride by the bytes of one piece of work, y by
-   the pieces, where there are many. Threads share nothing but sums and flags, so that tests run
-   them one by one on a CPU (tests/cuda_on_cpu.py). Launch bounds keep the registers few enough for
-   the largest blocks. All addresses of bytes may be odd: a kernel looks for itself how wide it may
-   read and write. Little-endian, as GPUs are. */
+   Compiled at run time (NVRTC, C++17, no headers). Every kernel works with any number of blocks
+   and threads. It uses grid-stride loops: along x over the bytes of one piece of work, along y over
+   the pieces, if there are many. Threads share only sums and flags, so tests can run them one by
+   one on a CPU (tests/cuda_on_cpu.py). Launch bounds limit registers, so that the largest blocks
+   are possible. No address of bytes need be aligned: a kernel finds out how wide its reads and
+   writes may be. Little-endian, like GPUs. */
 
 typedef long long int64;
 typedef unsigned long long uint64;
@@ -17,15 +17,16 @@ static __device__ int64 first_of_grid() { return (int64)blockIdx.x * blockDim.x 
 
 static __device__ int64 stride_of_grid() { return (int64)gridDim.x * blockDim.x; }
 
-/* How many bytes wide words may be, up to `most`, where all that is in `mask` is a multiple. */
+/* The widest word, in bytes, of at most `most` (a power of 2), that divides all that was or-ed
+   into `mask`. */
 static __device__ int64 width_of(uint64 mask, int64 most)
 {
     mask |= (uint64)most;
     return (int64)(mask & (~mask + 1));
 }
 
-/* Some threads copy one piece. What lies at different distances from a multiple of 16 is read in
-   aligned words too, each written word made of two: a byte for each thread would be slow. */
+/* Copies one piece with several threads. If source and target differ modulo 16, words of 8 bytes
+   are written, each made of two aligned ones if need be: copying byte by byte would be slow. */
 static __device__ void copy_piece(const byte *__restrict__ from, byte *__restrict__ to,
                                   int64 nbytes, int64 thread, int64 threads)
 {
@@ -43,7 +44,7 @@ static __device__ void copy_piece(const byte *__restrict__ from, byte *__restric
         width = 8;
         head = (int64)((8 - ((uint64)to & 7)) & 7);
         int64 ahead = (int64)(((uint64)from + (uint64)head) & 7);
-        if (ahead > head) /* the first word would begin before the piece */
+        if (ahead > head) /* else the first word read would begin before the piece */
             head += 8;
         int64 words = nbytes > head - ahead ? (nbytes - (head - ahead)) / 8 : 0;
         count = ahead && words ? words - 1 : words;
@@ -78,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(1024) h5async_copy(
         copy_piece(from + source[p], to + target[p], nbytes[p], first_of_grid(), stride_of_grid());
 }
 
-/* Rows of `row_nbytes` (y) come from rows number index[r], or, where `scatters`, go there. */
+/* Copies rows of `row_nbytes` (y) from rows index[r], or, if it `scatters`, to these. */
 extern "C" __global__ void __launch_bounds__(1024) h5async_copy_rows(
     const unsigned char *__restrict__ from, unsigned char *__restrict__ to, const int64 *index,
     int64 count, int64 row_nbytes, int scatters)
@@ -89,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(1024) h5async_copy_rows(
                    stride_of_grid());
 }
 
-/* Planes of bytes become elements, a word of each at a time. */
+/* Makes elements from planes of bytes, one word of an element at a time. */
 template <typename Word>
 static __device__ void unshuffle_words(const byte *__restrict__ from, byte *__restrict__ to,
                                        int64 elements, int64 itemsize)
@@ -107,7 +108,7 @@ static __device__ void unshuffle_words(const byte *__restrict__ from, byte *__re
 }
 
 /* Undoes HDF5's shuffle of `count` chunks (y) of `nbytes` bytes, `pitch` apart in both buffers.
-   Bytes that make no whole element stay as they are. */
+   Bytes after the last whole element stay as they are. */
 extern "C" __global__ void __launch_bounds__(1024) h5async_unshuffle(
     const unsigned char *__restrict__ from, unsigned char *__restrict__ to, int64 pitch,
     int64 nbytes, int64 count, int itemsize)
@@ -132,8 +133,8 @@ extern "C" __global__ void __launch_bounds__(1024) h5async_unshuffle(
     }
 }
 
-/* A square of 8 x 8 bits, one row from each of 8 lines, transposed (Warren, Hacker's Delight,
-   7-3): byte e of what is returned belongs to element e. */
+/* Transposes 8 x 8 bits, one byte from each of 8 lines (Warren, Hacker's Delight, 7-3): byte e of
+   the result belongs to element e. */
 static __device__ uint64 transposed_bits(const byte *__restrict__ lines, int64 line_nbytes)
 {
     uint64 x = 0, t;
@@ -148,8 +149,8 @@ static __device__ uint64 transposed_bits(const byte *__restrict__ lines, int64 l
     return x ^ t ^ (t << 28);
 }
 
-/* Where in a chunk a group of 8 elements lies: the first line of its block, and the group's byte
-   in each line of the block. The last block may be shorter. */
+/* The place of a group of 8 elements in a chunk: the first element of its block, the group's byte
+   in each line of the block, and the length of a line. The last block may be shorter. */
 struct Group {
     int64 block_begin, in_line, line_nbytes;
 };
@@ -161,7 +162,7 @@ static __device__ Group find_group(int64 group, int64 groups, int64 groups_of_bl
     return {first * 8, group - first, rest < groups_of_block ? rest : groups_of_block};
 }
 
-/* Elements of 1, 2, 4 or 8 bytes: a thread makes 8 of them, which are neighbours, whole. */
+/* For elements of 1, 2, 4 or 8 bytes: a thread makes 8 consecutive elements. */
 template <int itemsize>
 static __device__ void bitunshuffle_whole(const byte *__restrict__ from, byte *__restrict__ to,
                                           int64 groups, int64 groups_of_block)
@@ -198,7 +199,7 @@ static __device__ void bitunshuffle_whole(const byte *__restrict__ from, byte *_
     }
 }
 
-/* Any elements: a thread makes one byte of 8 of them. */
+/* For any elements: a thread makes 8 consecutive elements, byte by byte. */
 static __device__ void bitunshuffle_bytes(const byte *__restrict__ from, byte *__restrict__ to,
                                           int64 groups, int64 groups_of_block, int64 itemsize)
 {
@@ -216,8 +217,8 @@ static __device__ void bitunshuffle_bytes(const byte *__restrict__ from, byte *_
 }
 
 /* Undoes bitshuffle's transposition of `count` decompressed chunks (y) of `nbytes` bytes, `pitch`
-   apart in both buffers, in blocks of `block` elements, a multiple of 8. Up to 7 elements at the
-   end, and what makes none, stay as they are. */
+   apart in both buffers, in blocks of `block` elements, a multiple of 8. The last elements, up to
+   7, and bytes after the last whole element stay as they are. */
 extern "C" __global__ void __launch_bounds__(1024) h5async_bitunshuffle(
     const unsigned char *__restrict__ from, unsigned char *__restrict__ to, int64 pitch,
     int64 nbytes, int64 count, int itemsize, int64 block)
@@ -242,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(1024) h5async_bitunshuffle(
     }
 }
 
-/* `unit` bytes in one piece, repeated along `rank` dimensions and `samples`. */
+/* Copies runs of `unit` contiguous bytes along `rank` dimensions and `samples`. */
 template <typename Word>
 static __device__ void place_words(const byte *__restrict__ from, byte *__restrict__ to,
                                    int64 unit, const int64 *__restrict__ extents,
@@ -261,7 +262,7 @@ static __device__ void place_words(const byte *__restrict__ from, byte *__restri
         }
         for (int d = rank - 1; d >= 0; d--) {
             int64 extent = extents[d];
-            if (extent == 1) /* spares a division */
+            if (extent == 1) /* saves a division */
                 continue;
             int64 outer = rest / extent, index = rest - outer * extent;
             source += index * chunk_strides[d];
@@ -274,11 +275,11 @@ static __device__ void place_words(const byte *__restrict__ from, byte *__restri
     }
 }
 
-/* Samples of decoded chunks go to their rows of the batch. Task t (y): of the chunk at
-   `chunks + item[t] * pitch`, samples local[t] .. local[t] + length[t] - 1 go to the rows from
-   position[t] on; of each the piece cross[t] of the cross-section, extents[cross[t]][rank]
-   elements, which begins at byte row_begin[cross[t]] of the row. Strides are in bytes; those of
-   the samples are `sample_stride` in a chunk and `row_nbytes` in the batch. */
+/* Copies samples of decoded chunks to their rows in the batch. Task t (y) copies samples local[t]
+   .. local[t] + length[t] - 1 of the chunk at `chunks + item[t] * pitch` to the rows from
+   position[t] on. The chunk has piece cross[t] of the cross-section of a row: it has
+   extents[cross[t]][rank] elements, and begins at byte row_begin[cross[t]] of the row. Strides are
+   in bytes; those of samples are `sample_stride` in a chunk and `row_nbytes` in the batch. */
 extern "C" __global__ void __launch_bounds__(1024) h5async_place(
     const unsigned char *__restrict__ chunks, unsigned char *__restrict__ rows, const int64 *item,
     const int64 *cross, const int64 *local, const int64 *position, const int64 *length,
@@ -292,7 +293,7 @@ extern "C" __global__ void __launch_bounds__(1024) h5async_place(
         byte *to = rows + position[t] * row_nbytes + row_begin[cross[t]];
         int64 unit = itemsize, samples = length[t];
         int dims = rank;
-        /* The last dimensions are one piece where they lie without gaps on both sides. */
+        /* Merge the last dimensions as far as they are contiguous in both chunk and row. */
         for (; dims > 0; dims--) {
             int64 n = extent[dims - 1];
             if (n > 1 && (chunk_strides[dims - 1] != unit || row_strides[dims - 1] != unit))
@@ -330,10 +331,10 @@ extern "C" __global__ void __launch_bounds__(1024) h5async_place(
 }
 
 static constexpr uint64 ADLER_BASE = 65521;
-static constexpr int64 ADLER_WORDS = 32; /* per thread, at least: its two atomic sums have to pay */
+static constexpr int64 ADLER_WORDS = 32; /* minimum per thread, to be worth two atomic additions */
 
-/* What Adler-32 sums up: bytes, and each byte times how many bytes there are from it to the end.
-   Where a byte lies says all, so neighbours can go to different threads. */
+/* The sums of Adler-32: of bytes, and of each byte times the number of bytes from it to the end.
+   A byte's weight depends only on its place, so different threads may add neighbouring bytes. */
 struct AdlerSums {
     uint64 plain, weighted;
 };
@@ -342,11 +343,11 @@ static __device__ void add_weighted(AdlerSums *sums, uint64 plain, uint64 weight
 {
     sums->plain += plain;
     sums->weighted += weighted;
-    if (sums->weighted >> 62) /* one thread may have gigabytes to do */
+    if (sums->weighted >> 62) /* a thread may have to add gigabytes */
         sums->weighted %= ADLER_BASE;
 }
 
-/* Eight bytes of which the first has the weight `weight`: four 16-bit sums in one product. */
+/* Adds eight bytes, the first of weight `weight`. A product adds up four 16-bit numbers. */
 static __device__ void add_word(AdlerSums *sums, uint64 word, uint64 weight)
 {
     uint64 even = word & 0x00FF00FF00FF00FFull, odd = word >> 8 & 0x00FF00FF00FF00FFull;
@@ -355,9 +356,9 @@ static __device__ void add_word(AdlerSums *sums, uint64 word, uint64 weight)
     add_weighted(sums, plain, weight * plain - less);
 }
 
-/* Adds to sums[2 k] and sums[2 k + 1], zero at first, what zlib's Adler-32 of piece k (y) is made
-   of: a = (1 + sums[2 k]) % 65521, b = (nbytes + sums[2 k + 1]) % 65521, b << 16 | a. Less than
-   2^32 bytes. */
+/* Adds up sums[2 k] and sums[2 k + 1], initially 0, for zlib's Adler-32 of piece k (y), which is
+   b << 16 | a, with a = (1 + sums[2 k]) % 65521 and b = (nbytes + sums[2 k + 1]) % 65521. Pieces
+   must be smaller than 2^32 bytes. */
 extern "C" __global__ void __launch_bounds__(1024) h5async_adler32(
     const unsigned char *__restrict__ data, int64 pitch, int64 nbytes, int64 count, uint64 *sums)
 {
@@ -384,8 +385,8 @@ extern "C" __global__ void __launch_bounds__(1024) h5async_adler32(
     }
 }
 
-/* Sets *bad to 1 if a task (x) failed or gave another number of bytes than is due; and, unless
-   `adler` is null, if a chunk's Adler-32, out of what `h5async_adler32` summed up, is another. */
+/* Sets *bad to 1 if a task (x) failed, or its number of bytes is not the one expected (`due`); and,
+   unless `adler` is null, if a chunk's Adler-32 by the sums of `h5async_adler32` is wrong. */
 extern "C" __global__ void __launch_bounds__(1024) h5async_verify(
     const int *status, const uint64 *actual, const uint64 *due, int64 tasks, const uint64 *sums,
     const unsigned int *adler, int64 chunks, int64 nbytes, int *bad)

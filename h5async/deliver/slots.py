@@ -1,15 +1,15 @@
-"""Gives the slots of a ring to batches, in order; each slot has one owner at a time.
+"""Assigns the slots of a ring to batches, in order; each slot has one owner at a time.
 
 A slot goes free -> filling -> ready -> in use -> free. `SlotRing` decides which batch a free slot
-is filled with next, and knows nothing of files, threads or GPUs: its callers do the work that it
-names, outside its lock. Batches have serial numbers that continue through all epochs.
+is filled with next, and knows nothing about files, threads or GPUs: its callers do the work that it
+assigns, outside its lock. Batches have serial numbers that continue through all epochs.
 
-What the consumer wants is one value, which each of its calls changes in one assignment. So an
-exception at any point (Ctrl-C) finds the call done or not done, but never half done; and a call may
-be repeated. Workers assign slots by `assign`.
+The consumer's requests are one value (`Consumer`), which each of its calls changes in one
+assignment. So an exception at any point (Ctrl-C) leaves a call done or not done, but never half
+done; and a call may be repeated. Workers assign slots by `assign`.
 
-All this may be lent, to `Turns`, which then does the same for a run of batches that are alike. The
-first other call of the consumer takes it back.
+The whole state may be lent to `Turns`, which then does the same in the core for a run of uniform
+batches. The first other call of the consumer takes it back.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Assignment(NamedTuple):
 
 
 class Consumer(NamedTuple):
-    """What the consumer wants; batches are named by their serials."""
+    """The batches that the consumer wants, by serial number."""
 
-    next: int = 0  # is delivered next
-    asked: int = 0  # those below were requested
-    held: int | None = None  # is in the consumer's hands
+    next: int = 0  # to be delivered next
+    asked: int = 0  # all below this were requested
+    held: int | None = None  # in use by the consumer
     reads_ahead: bool = False  # batches are filled before they are requested
-    course: Any = None  # the caller's meaning of the serials
-    loops: bool = False  # a loop takes the batches, and they are read ahead for it
+    course: Any = None  # what serials mean to the caller: a mapping to batches of epochs, say
+    loops: bool = False  # batches are read ahead for a loop that takes them
 
     @property
     def has_begun(self) -> bool:
@@ -53,7 +53,7 @@ class Consumer(NamedTuple):
         return self.asked > 0 or self.reads_ahead
 
 
-_new_consumer = partial(tuple.__new__, Consumer)  # in half the time
+_new_consumer = partial(tuple.__new__, Consumer)  # takes half as long as `Consumer()`
 
 
 class Completions(Protocol[Result_co]):
@@ -63,13 +63,13 @@ class Completions(Protocol[Result_co]):
         """Return the batch in a slot; None if it is not ready. Never blocks."""
 
     def drop(self, slot: int, serial: int) -> bool:
-        """Say that a batch is no longer wanted; tell whether its slot may have another one."""
+        """Drop a batch that is no longer wanted; return whether its slot may be used again."""
 
     def events(self) -> Any:
-        """Return what `wait` needs to notice later batches, and calls of `wake`."""
+        """Return a token for `wait`, to notice later batches and calls of `wake`."""
 
     def wait(self, seen: Any, seconds: float | None) -> bool:
-        """Wait until something happened since `events` returned `seen`; return whether it did."""
+        """Wait for an event after `events` returned `seen`; return whether there was one."""
 
     def wake(self) -> None:
         """Have `wait` return. Never blocks."""
@@ -78,7 +78,7 @@ class Completions(Protocol[Result_co]):
 class _FilledOnly:
     """The completions of a ring whose batches are all reported by `SlotRing.filled`."""
 
-    # An exception in the middle of Condition.wait would leave a condition broken.
+    # Not a Condition, which an exception in the middle of its `wait` would break.
     _waiter: threading.Lock | None = None
 
     def result(self, slot: int, serial: int) -> None:
@@ -88,7 +88,7 @@ class _FilledOnly:
         return False
 
     def events(self) -> threading.Lock:
-        """Return a lock that is released by `wake`; the ring's lock is held in both."""
+        """Return a lock that `wake` releases; call both under the ring's lock."""
         waiter = threading.Lock()
         waiter.acquire()
         self._waiter = waiter
@@ -105,7 +105,7 @@ class _FilledOnly:
 
 @dataclass(eq=False, slots=True)
 class _Entry(Generic[Result]):
-    """A slot that has an owner."""
+    """A slot that is assigned to a batch."""
 
     slot: int
     result: Result | None = None
@@ -116,17 +116,17 @@ class SlotRing(Generic[Result]):
     """The states of all slots. Safe to use from many threads; one of them is the consumer."""
 
     def __init__(self, num_slots: int) -> None:
-        # Set before the first batch, if not only `filled` reports batches.
+        # To be set before the first batch if it is not only `filled` that reports batches.
         self.completions: Completions[Result] = _FilledOnly()
         self.turns: Turns | None = None  # to which the state may be lent
-        # What the consumer wants; only its own calls change it. `consumer`, while it is lent.
+        # Changed only by the consumer's calls; while the state is lent, see `consumer` instead.
         self.wanted = Consumer()
         self.is_closed = self._at_exit = False
-        # Held, only this thread changes the ring. Reentrant: a reader may be collected, and closed,
-        # by the garbage collector while one of its own threads is in here.
+        # Only the thread that holds it changes the ring. Reentrant: the garbage collector may
+        # close a reader in one of its own threads, in here.
         self.lock = threading.RLock()
         self._num_slots = num_slots
-        self.was_lent = False  # since whoever carries out assignments looked at all of them
+        self.was_lent = False  # since those who carry out assignments last looked at all of them
         self._never_given = list(reversed(range(num_slots)))
         # By serial, ascending. An entry is removed when it is ready and no longer needed.
         self._entries: dict[int, _Entry[Result]] = {}
@@ -136,18 +136,18 @@ class SlotRing(Generic[Result]):
 
     @property
     def consumer(self) -> Consumer:
-        """What the consumer wants."""
+        """The batches that the consumer wants, also while the state is lent."""
         state = None if self.turns is None else self.turns.state()
-        wanted = self.wanted  # after that: it is set before the state is taken back
+        wanted = self.wanted  # read second, because it is set before the state is taken back
         if state is None:
             return wanted
         *others, course = state
         return _new_consumer((*others, wanted.reads_ahead, course, wanted.loops))
 
     def lend(self, run: Any) -> None:
-        """Lend the state for a run, in the consumer's thread.
+        """Lend the state for a run; to be called in the consumer's thread.
 
-        Not if batches before the next one have slots still, but the one in use.
+        Does nothing if batches before the next one, other than that in use, still have slots.
         """
         with self.lock:
             following, asked, held, reads_ahead, course, loops = self.wanted
@@ -160,12 +160,12 @@ class SlotRing(Generic[Result]):
                 self.turns.lend(run, wanted, slots, given)
 
     def take_back(self) -> None:
-        """Have the state here again, until it is lent again."""
+        """Take the state back, until it is lent again."""
         with self.lock:
             self._take_back()
 
     def _take_back(self) -> None:
-        """Have the state here again; under the lock, first of all."""
+        """Take the state back; to be called first of all, under the lock."""
         turns = self.turns
         if turns is None or not turns.is_lent:
             return
@@ -176,7 +176,7 @@ class SlotRing(Generic[Result]):
             if entry is None or not entry.is_ready or entry.slot != slot:
                 entry = _Entry(slot, is_ready=serial == consumer.held)
             entries[serial] = entry
-        self._never_given = []  # some may have been given; those that no entry has are free
+        self._never_given = []  # some may have been assigned; all slots without entries are free
         self._entries, self.wanted = entries, consumer
         self.was_lent = True
         turns.end()
@@ -185,7 +185,7 @@ class SlotRing(Generic[Result]):
 
     @property
     def serials(self) -> list[int]:
-        """Serials of all batches that have slots."""
+        """The serials of all batches that have slots."""
         with self.lock:
             turns = self.turns
             of_turns = turns.slots() if turns is not None and turns.is_lent else None
@@ -202,7 +202,7 @@ class SlotRing(Generic[Result]):
         return None if entry is None else entry.slot
 
     def ask(self) -> int:
-        """Request one batch more; return its serial. Never blocks."""
+        """Request one more batch; return its serial. Never blocks."""
         with self.lock:
             self._take_back()
             self.check_open()
@@ -211,13 +211,13 @@ class SlotRing(Generic[Result]):
             return asked
 
     def ask_for(self, course_from: Callable[[int, int], Any]) -> int:
-        """Request a batch that has no slot yet, and take another course; return its serial.
+        """Request a batch that has no slot yet, and change the course; return its serial.
 
-        Batches before it that have slots count as requested; in a loop, all that fit into the
-        slots, whether or not they have one yet, so that it does not depend on the speed of threads.
-        All at once, as in `restart`. `course_from` is called with its serial, and that of the batch
-        in use, or else of the next one. It returns the meaning of serial numbers from now on, which
-        is unchanged for those below its serial.
+        Earlier batches that have slots count as requested; in a loop, it is as many as there are
+        slots, whether or not they are assigned, so that the serial does not depend on the speed of
+        threads. Atomic, like `restart`. `course_from` is called with the new serial, and with that
+        of the batch in use, or else of the next one. It returns the new course, which is unchanged
+        for serials below the new one.
         """
         with self.lock:
             self._take_back()
@@ -231,9 +231,9 @@ class SlotRing(Generic[Result]):
             return serial
 
     def skip_to(self, serial: int, *, read_ahead: bool, loops: bool = False) -> None:
-        """Drop all batches before `serial`; `read_ahead`: keep free slots filling from now on.
+        """Drop all batches before `serial`; `read_ahead`: keep filling free slots from now on.
 
-        `loops`: a loop takes them; see `ask_for`.
+        `loops`: a loop takes the batches; see `ask_for`.
         """
         with self.lock:
             self._take_back()
@@ -245,11 +245,10 @@ class SlotRing(Generic[Result]):
             )
 
     def restart(self, course_from: Callable[[int], Any]) -> None:
-        """Drop all requested batches, stop reading ahead, and take another course.
+        """Drop all requested batches, stop reading ahead, and change the course.
 
-        All at once: an exception leaves everything as it was. `course_from` is called with the
-        serial of the next batch to be delivered, which has no slot yet. It returns the meaning of
-        serial numbers from there on.
+        Atomic: an exception leaves everything unchanged. `course_from` is called with the serial of
+        the next batch to be delivered, which has no slot yet, and returns the course from there on.
         """
         with self.lock:
             self._take_back()
@@ -258,7 +257,7 @@ class SlotRing(Generic[Result]):
             self.wanted = Consumer(serial, serial, self.wanted.held, False, course_from(serial))
 
     def hand_back(self) -> None:
-        """Give the slot in use back, and request at least one batch."""
+        """Give back the slot in use, and request at least one batch."""
         with self.lock:
             self._take_back()
             self.check_open()
@@ -277,9 +276,8 @@ class SlotRing(Generic[Result]):
         """Wait for the next batch, without taking it; return its serial, slot and result.
 
         `begin` is called while the batch has no slot: one may have become free meanwhile.
-        `BatchTimeoutError` is raised if it was not ready in time, `ReaderClosedError` if the ring
-        is closed, before or meanwhile, and `H5AsyncError` if `fail` was called: the batch may never
-        come.
+        `BatchTimeoutError` is raised if the batch was not ready in time, `ReaderClosedError` if the
+        ring is or becomes closed, and `H5AsyncError` after `fail`, as the batch may never come.
         """
         found = self._next()
         if found is not None:
@@ -289,7 +287,7 @@ class SlotRing(Generic[Result]):
             with self.lock:
                 seen = self.completions.events()
             if begin is not None and self.wanted.next not in self._entries:
-                begin()  # after reading the events: it is called again after the next one
+                begin()  # after `events`, so that it is called again after any later event
             found = self._next()
             if found is not None:
                 return found
@@ -314,15 +312,15 @@ class SlotRing(Generic[Result]):
             return serial, entry.slot, entry.result
 
     def after(self, serial: int) -> Consumer:
-        """Return what is `wanted` once the batch that was waited for is in use.
+        """Return the value of `wanted` once the batch that was waited for is in use.
 
-        Whoever sets it so, and returns the batch right then, cannot be interrupted in between.
+        A caller that assigns it and returns the batch at once cannot be interrupted in between.
         """
         _, asked, _, *others = self.wanted
         return _new_consumer((serial + 1, asked, serial, *others))
 
     def forget(self, serial: int) -> None:
-        """Forget the error of the batch that was waited for; the next one is the next."""
+        """Forget the batch that was waited for, and its error; go on to the next batch."""
         with self.lock:
             entry = self._entries.get(serial)
             if entry is not None:
@@ -330,9 +328,9 @@ class SlotRing(Generic[Result]):
             self.wanted = self.after(serial)
 
     def put_back(self, serial: int, result: Result | None = None) -> None:
-        """Undo `forget`, or what turns did, if it was done: the batch is the next one again.
+        """Undo `forget`, or the taking of a batch by turns: it becomes the next one again.
 
-        None: the result is that of `Completions`.
+        None: take the result from `completions`.
         """
         with self.lock:
             self._take_back()
@@ -345,7 +343,7 @@ class SlotRing(Generic[Result]):
     # --- the workers' calls -----------------------------------------------------------------------
 
     def can_assign(self) -> bool:
-        """Tell whether there is a free slot, and a batch to fill it with."""
+        """Tell whether there is a free slot and a batch to fill it with."""
         with self.lock:
             return (
                 not self.is_closed
@@ -354,9 +352,9 @@ class SlotRing(Generic[Result]):
             )
 
     def assign(self) -> list[Assignment]:
-        """Give free slots to the next batches in line.
+        """Assign free slots to the next batches in line.
 
-        The caller must ensure that each is carried out, and answered by `filled`.
+        The caller must carry out each assignment, and then call `filled`.
         """
         assignments: list[Assignment] = []
         with self.lock:
@@ -368,12 +366,12 @@ class SlotRing(Generic[Result]):
             free: list[int] = []
             for done in self._done_with():
                 entry = self._entries.pop(done, None)
-                if entry is not None:  # else the garbage collector has closed the ring
+                if entry is not None:  # None if the garbage collector has closed the ring
                     free.append(entry.slot)
             while len(self._entries) < self._num_slots:
                 if not (self.wanted.reads_ahead or serial < self.wanted.asked):
                     break
-                if not (free or self._never_given):  # slots were taken back, or lost
+                if not (free or self._never_given):  # the state was lent, or slots were lost
                     used = {entry.slot for entry in self._entries.values()}
                     free = [slot for slot in range(self._num_slots) if slot not in used]
                 slot = (free or self._never_given).pop()
@@ -389,52 +387,52 @@ class SlotRing(Generic[Result]):
         return found
 
     def awaits(self, slot: int, serial: int) -> bool:
-        """Tell whether a slot was given to a batch, and it is not filled yet."""
+        """Tell whether a slot is assigned to a batch and not filled yet."""
         with self.lock:
             entry = self._entries.get(serial)
             is_awaited = entry is not None and entry.slot == slot and not entry.is_ready
         return is_awaited
 
     def filled(self, serial: int, result: Result) -> None:
-        """Say that an assignment was carried out, with or without an error. Never blocks."""
+        """Report that an assignment was carried out, maybe with an error. Never blocks."""
         with self.lock:
             entry = self._entries.get(serial)
             if entry is None and self.turns is not None and self.turns.is_lent:
                 slot = self.turns.slots().get(serial)
                 entry = None if slot is None else self._entries.setdefault(serial, _Entry(slot))
-            if entry is not None:  # else it is closed
+            if entry is not None:  # None if the ring is closed
                 entry.result = result
                 entry.is_ready = True
-                self.completions.wake()  # a consumer that assigns slots waits for any of them
+                self.completions.wake()  # also if not for the next batch: it may assign slots
 
     def fail(self, error: BaseException) -> None:
-        """Say that assignments may never be carried out: something broke outside of any batch."""
+        """Report an error outside of any batch: assignments may never be carried out."""
         with self.lock:
             self._failure = self._failure or (
-                f"a worker of the reader broke down ({type(error).__name__}: {error}), and batches"
-                " that it had to fill may never come; close the reader and make a new one"
+                f"a worker of the reader failed ({type(error).__name__}: {error}), and its batches"
+                " may never be ready; close the reader and make a new one"
             )
             if self.turns is not None:
                 self.turns.stop_waiting()
             self.completions.wake()
 
     def unassign(self) -> None:
-        """Take back assignments that will not be carried out."""
+        """Cancel assignments that will not be carried out."""
         with self.lock:
             for _, serial in self.pending():
                 self._entries.pop(serial, None)
 
     def close(self, *, at_exit: bool = False) -> bool:
-        """Wake all who wait, and refuse all further calls; return False if it was closed before.
+        """Wake all waiters, and refuse further calls; return False if it was closed before.
 
-        `at_exit`: the interpreter ends; a daemon thread then gets `SystemExit`, and ends without a
-        useless traceback.
+        `at_exit`: the interpreter is shutting down; calls in daemon threads then raise
+        `SystemExit`, which ends them without a useless traceback.
         """
         with self.lock:
             was_open = not self.is_closed
             self._at_exit = self._at_exit or at_exit
             self.is_closed = True
-            self._entries = {}  # a new one: this may come in the middle of a loop over the old
+            self._entries = {}  # a new one: a loop over the old one may be interrupted by this
             self.wanted = self.consumer
             if self.turns is not None:
                 self.turns.shut()
@@ -454,7 +452,7 @@ class SlotRing(Generic[Result]):
         return max(next(reversed(self._entries), -1) + 1, self.wanted.next)
 
     def _done_with(self) -> list[int]:
-        """Return batches that were delivered, or dropped: their slots are free."""
+        """Return the batches that were delivered or dropped, so that their slots are free."""
         following, _, held, *_ = self.wanted
         done: list[int] = []
         for serial, entry in self._entries.items():

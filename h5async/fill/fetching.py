@@ -1,9 +1,9 @@
-"""Fetches what batches read of far sources, ahead of the slots, in threads that only wait for it.
+"""Fetches the data of far sources (not local files) ahead of the slots, in threads just for that.
 
-The byte ranges of a batch enter; they leave in memory, as a table by which the core finds them. The
-order of samples is known, so the ranges of later batches are fetched before these are requested, as
-far as memory goes. What several batches need is fetched once, and kept until the last of them was
-read. Threads of the pool never wait here: they are told when all ranges of a batch are there.
+The byte ranges of a batch enter; they leave in memory, with a table by which the core finds them.
+As the order of samples is known, ranges of later batches are fetched before these are requested, as
+memory permits. Data that several batches need is fetched once, and kept until the last of them has
+read it. Threads of the pool never wait here: a callback comes when a batch's ranges are complete.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from h5async.system.timeline import Recorder
 
 Then = Callable[["Held | BaseException"], None]
 
-_GROUP_NBYTES = 1 << 20  # that a thread asks the client for at once
+_GROUP_NBYTES = 1 << 20  # about the most that a thread requests from the client at once
 _FIRST_THREADS = 4
 _MOST_AHEAD = 1024  # batches that are planned ahead
 _MOST_BEHIND = 64
-_LITTLE_NBYTES, _MOST_AT_ONCE = 512 * 1024, 64  # of batches that are planned together
+_LITTLE_NBYTES, _MOST_AT_ONCE = 512 * 1024, 64  # limits of batches that are planned together
 
 
 @dataclass(eq=False, slots=True)
 class _Request:
-    """A range that is fetched at once; it holds one or several that batches read.
+    """A range that is fetched as one; it covers one or more ranges that batches read.
 
-    `begin` is a place among all sources. `serial` is that of the first batch that needs it.
+    `begin` is a place among the concatenated sources; `serial` is of the first batch to need it.
     """
 
     serial: int
@@ -48,14 +48,14 @@ class _Request:
     source: int
     offset: int
     users: int = 0
-    is_alone: bool = False  # asked for by itself, since others may have failed
+    is_alone: bool = False  # must not be grouped: a group with it has failed
     data: NDArray[np.uint8] | None = None
     holders: list[_Holder] = field(default_factory=list)
 
 
 @dataclass(eq=False, slots=True)
 class _Holder:
-    """What a batch needs, and the requests for it; `then` takes it when all is there."""
+    """The ranges of a batch, and the requests for them; `then` is called with the result."""
 
     ranges: ByteRanges
     then: Then | None = None
@@ -66,7 +66,7 @@ class _Holder:
 
 
 class _Staged:
-    """Requests, sorted by the places where they begin."""
+    """Requests, sorted by where they begin."""
 
     def __init__(self, places: Places) -> None:
         self._places = places
@@ -75,13 +75,13 @@ class _Staged:
         self.nbytes = 0
 
     def find(self, ranges: ByteRanges) -> NDArray[np.int64]:
-        """Return which of the requests has each range; -1: none has."""
+        """Return the number of the request that covers each range, or -1."""
         return ranges.find(self._begins, self._ends)
 
     def request(self, serial: int, ranges: ByteRanges) -> list[_Request]:
-        """Return new requests for those of some ranges that no request has."""
+        """Add and return requests for the ranges that no request covers yet."""
         new = ranges.chosen(self.find(ranges) < 0)
-        # Requests that lie between others, and not around them, are found by where they begin.
+        # `find` goes by where requests begin, so a new one must not extend around existing ones.
         extents = extents_of(new, requests_of(new, np.searchsorted(self._begins, new.begins)))
         begins, ends = extents
         columns = begins, ends - begins, *self._places.sources(begins)
@@ -97,27 +97,27 @@ class _Staged:
         return made
 
     def drop(self, several: Sequence[_Request]) -> None:
-        """Forget those of some requests that no batch needs."""
+        """Forget those requests that no batch needs."""
         gone = [one for one in several if not one.users]
         at = np.searchsorted(self._begins, [one.begin for one in gone]).tolist()
         for i, one in enumerate(gone):
             self.nbytes -= one.nbytes
             one.data = None
-            while self.requests[at[i]] is not one:  # several may begin there
+            while self.requests[at[i]] is not one:  # several may begin at the same place
                 at[i] += 1
         self.requests = np.delete(self.requests, at)
         self._begins, self._ends = np.delete(self._begins, at), np.delete(self._ends, at)
 
 
 class Fetcher(Workers):
-    """Ranges of batches, by their serial numbers. Safe to use from many threads.
+    """Fetches the ranges of batches, by their serial numbers. Safe to use from many threads.
 
     At most `requests_in_flight` are on their way, and at most `fetch_nbytes` bytes are kept or
-    asked for ahead; a batch that is requested is fetched whatever its size.
+    requested ahead; a batch whose turn has come is fetched whatever its size.
 
-    `plan` returns what a request will read, None if that is not known, and `following` the request
-    after it, in order; None: there is none that is known. `submit` has threads of the pool do some
-    work, in the order of serial numbers; `recorder` is told of requests.
+    `plan` returns the ranges that a request will read, and `following` the request after it, in
+    order; both return None if that is not known. `submit` has threads of the pool do some work, in
+    the order of serial numbers; `recorder` records requests.
     """
 
     def __init__(
@@ -142,22 +142,22 @@ class Fetcher(Workers):
         self._pending: list[tuple[int, int, _Request]] = []
         self._holders: dict[int, _Holder] = {}  # of requested batches
         self._ahead: dict[int, tuple[FillRequest, _Holder]] = {}
-        self._next: FillRequest | None = None  # to be planned ahead
-        self._planned_nbytes = 0  # of the last batch that was
+        self._next: FillRequest | None = None  # the next to be planned ahead
+        self._planned_nbytes = 0  # staged by the last planning
         self._is_planning = False
         self._what = ""
 
     def start(self, what: str) -> None:
-        """Start threads; see `Workers`. More are started when they are needed."""
+        """Start threads; see `Workers`. More are started when needed."""
         self._what = what
         self._start_threads(min(_FIRST_THREADS, self._most_requests))
 
     # --- the pool's calls -------------------------------------------------------------------------
 
     def want(self, request: FillRequest, ranges: ByteRanges, then: Then) -> None:
-        """Fetch what a batch reads, and call `then` with it, or with an error. Never blocks.
+        """Fetch the ranges of a batch; call `then` with them, or with an error. Never blocks.
 
-        If the same batch wants other ranges, those before are let go of.
+        A later call for the same batch releases the ranges of the earlier one.
         """
         holder = _Holder(ranges)
         with self._lock:
@@ -167,13 +167,13 @@ class Fetcher(Workers):
         self._give(request, holder, then, is_new=True)
 
     def want_planned(self, request: FillRequest, then: Then) -> bool:
-        """Do the same if it is known what the batch reads; return False if it is not."""
+        """Do the same with the ranges that were planned ahead; return False if there are none."""
         with self._lock:
             expected, holder = self._ahead.get(request.serial, (request, None))
             if holder is None or not _are_alike(expected, request):
                 return False
             del self._ahead[request.serial]
-            if holder.error is not None:  # it may pass
+            if holder.error is not None:  # it may be temporary, so fetch again
                 self._release(holder)
                 return False
         self._give(request, holder, then, is_new=False)
@@ -196,11 +196,11 @@ class Fetcher(Workers):
             self._finish(holder)
 
     def has(self, serial: int) -> bool:
-        """Tell whether a batch is fetched ahead, so that it has to be asked for."""
+        """Tell whether a batch is being fetched ahead, so that it must come here for its data."""
         return serial in self._ahead
 
     def end(self, serial: int) -> None:
-        """Let go of what a batch has read. Never blocks; extra calls are harmless."""
+        """Release the data of a batch. Never blocks; extra calls are harmless."""
         with self._lock:
             holder = self._holders.pop(serial, None)
             if holder is not None:
@@ -209,14 +209,14 @@ class Fetcher(Workers):
             self._plan_next()
 
     def _follow(self, request: FillRequest, is_new: bool) -> None:
-        """Go on planning after a request, or begin there if it `is_new`. Holds the lock."""
+        """Continue to plan ahead, or start after this request if it `is_new`. Holds the lock."""
         ahead = self._ahead.pop(request.serial, None)
         if ahead is not None and not _are_alike(ahead[0], request):
             for _, holder in self._ahead.values():
                 self._release(holder)
             self._ahead.clear()
             self._next = None
-        # (Batches that are requested together come here in any order.)
+        # (Not all older ones: batches that are requested together come here in any order.)
         for serial in [one for one in self._ahead if one < request.serial - _MOST_BEHIND]:
             self._release(self._ahead.pop(serial)[1])
         if ahead is not None:
@@ -227,7 +227,7 @@ class Fetcher(Workers):
     # --- requests ---------------------------------------------------------------------------------
 
     def _hold(self, serial: int, holder: _Holder) -> None:
-        """Find what a batch needs among what is there, and request the rest. Holds the lock."""
+        """Assign requests to a batch: existing ones, and new ones for the rest. Holds the lock."""
         self._request(serial, holder.ranges)
         found = np.unique(self._staged.find(holder.ranges))
         assert not found.size or found[0] >= 0
@@ -247,7 +247,7 @@ class Fetcher(Workers):
         return requests
 
     def _release(self, holder: _Holder) -> None:
-        """Let go of what a batch needed. Holds the lock."""
+        """Release the requests of a batch. Holds the lock."""
         for one in holder.requests:
             one.users -= 1
         self._staged.drop(holder.requests)
@@ -286,7 +286,7 @@ class Fetcher(Workers):
                 return
 
     def _take(self) -> list[_Request]:
-        """Return requests to the same source, the most urgent ones."""
+        """Return the most urgent requests that go to the same source."""
         group: list[_Request] = []
         nbytes = 0
         with self._lock:
@@ -336,7 +336,7 @@ class Fetcher(Workers):
                     if holder.missing == 0 and holder.then is not None:
                         ready.append(holder)
                 one.holders = []
-            if error is not None:  # the next batch that needs it tries again
+            if error is not None:  # the next batch that needs these ranges tries again
                 failed = [one for one in group if one.users]
                 for one in failed:
                     one.users = 0
@@ -346,7 +346,7 @@ class Fetcher(Workers):
         self._plan_next()
 
     def _get_each(self, group: list[_Request]) -> None:
-        """Request each by itself, so that only the batches of one that fails have an error."""
+        """Retry each request by itself, so that only batches that need a bad one get an error."""
         with self._lock:
             self._in_flight -= len(group)
             for one in group:
@@ -372,7 +372,7 @@ class Fetcher(Workers):
     # --- ahead of the slots -----------------------------------------------------------------------
 
     def _plan_next(self) -> None:
-        """Have a thread of the pool plan the next batch, if there is room for what it reads."""
+        """Have a thread of the pool plan the next batch, if there is room for its data."""
         with self._lock:
             request = self._next
             is_full = (
@@ -386,7 +386,7 @@ class Fetcher(Workers):
         self._submit(request.serial, [partial(self._plan_ahead, request)])
 
     def _plan_ahead(self, request: FillRequest) -> None:
-        """Request what a batch will read, and if that is little, the batches after it, too."""
+        """Request the ranges of a batch, and of the batches after it while they are few bytes."""
         planned: list[tuple[FillRequest, ByteRanges]] = []
         nbytes, following = 0, self._following
         then: FillRequest | None = request
@@ -398,9 +398,9 @@ class Fetcher(Workers):
                 planned.append((then, ranges))
                 nbytes += ranges.nbytes
                 then = following(then)
-            then = then if nbytes else None  # all is kept, and mostly of later batches, too
+            then = then if nbytes else None  # all is kept, probably for later batches, too
         except Exception:
-            then = None  # the request itself will have the error
+            then = None  # the error will come again when the batch is filled
         new = 0
         with self._lock:
             self._is_planning = False
@@ -414,7 +414,7 @@ class Fetcher(Workers):
         self._plan_next()
 
     def _stage(self, planned: Sequence[tuple[FillRequest, ByteRanges]]) -> None:
-        """Request what batches will read, of several what lies together. Holds the lock."""
+        """Request the ranges of batches, merged across batches. Holds the lock."""
         known = self._holders.keys() | self._ahead.keys()
         planned = [one for one in planned if one[0].serial not in known and one[1].size]
         if len(planned) > 1:
@@ -425,14 +425,14 @@ class Fetcher(Workers):
             self._hold(request.serial, holder)
             self._ahead[request.serial] = request, holder
         if len(planned) > 1:
-            self._staged.drop(requests)  # those that nobody found, since others overlap them
+            self._staged.drop(requests)  # those found by no batch, because others overlap them
 
     def _end(self) -> None:
         super()._end()
         self._staged = _Staged(self._far.places)
         self._holders.clear()
         self._ahead.clear()
-        self._plan = self._following = self._submit = do_nothing  # whose owners hold this object
+        self._plan = self._following = self._submit = do_nothing  # their owners refer to this
 
 
 def _are_alike(expected: FillRequest, request: FillRequest) -> bool:

@@ -1,7 +1,7 @@
 """Fills slots with batches, in threads of this process.
 
 A `FillRequest` enters; a filled slot leaves, with a `FillOutcome`: planned, read, decoded,
-transformed, postprocessed. The filler knows nothing of the reader: it is made from the
+transformed, postprocessed. The filler knows nothing about the reader: it is made from the
 configuration, the layouts and the memory of the slots, and takes small picklable requests.
 
 It combines the pool of threads (`pool.py`), the phases of a batch (`phases.py`), and the planning
@@ -60,8 +60,8 @@ from h5async.system.timeline import CORE_STAGES, IN_MEMORY, Event, Recorder, Thr
 class Filler:
     """Fills slots in a pool of threads or, without threads, in the caller of `run_next`.
 
-    Requests refer to `samplings`; `transforms` are by column, in order; `memory_plan` is the memory
-    that is left; `recorder` records what is done. The consumer may submit batches to
+    Requests refer to `samplings`; `transforms` are by column, in order; `memory_plan` says how much
+    memory may be used; `recorder` records all work. The consumer may submit batches to
     `submissions` itself; if that is None, threads ask for requests.
 
     Raises `ConfigError` if a ``"module:function"`` cannot be imported, and `OutOfMemoryError` if
@@ -84,10 +84,10 @@ class Filler:
         self._opens_ahead = not config.names_index
         self._next_requests = calls.next_requests
         postprocess = None if config.postprocess is None else Postprocess(opened, samplings)
-        self._cache: HostCache | Budget | DiskCache | str | None = None  # its text is for users
+        self._cache: HostCache | Budget | DiskCache | str | None = None  # `str` of it is for users
         kept_nbytes = sum(memory_plan.kept_nbytes)
         keeps_all = keeps_chunks(config, opened.layouts, samplings.rows, kept_nbytes)
-        if keeps_all:  # in place of rows, of which parts are drawn
+        if keeps_all:  # decoded chunks instead of rows
             self._cache = f"host, decoded chunks, {gigabytes(kept_nbytes)} for all"
         elif config.cache == "host":
             self._cache = open_host_cache(
@@ -104,7 +104,7 @@ class Filler:
             self._cache = disk_cache(config.kept)
         cache = self._cache if isinstance(self._cache, HostCache) else None
         self._resident = device.cache if cache is None else cache
-        # Invalid after a change of a file; emptied at the end.
+        # Told to forget their samples if a file changes; emptied when the filler stops.
         self._residencies: list[Residency | Damage] = []
         if self._resident is not None:
             self._residencies.append(self._resident)
@@ -142,7 +142,7 @@ class Filler:
             damage.lasts, damage.is_skipped = not is_drawn, config.on_error == "skip"
             assembly = Assembly(opened.kinds, samplings.rows, self._reader.first_samples)
             self.submissions: Submissions | None = None
-            if not (assembly.is_plain and assembly.is_view):  # Python makes more than views
+            if not (assembly.is_plain and assembly.is_view):  # Python does more than make views
                 slots.uploads, slots.delivered = None, ()
             kept, queue = device.cache, None
             if slots.has_queue and (kept is None or slots.uploads is not None):
@@ -154,11 +154,11 @@ class Filler:
             pool = self._pool = WorkPool(
                 num_threads, self._find_work, calls.on_crash, self.submissions
             )
-            if num_threads > 1:  # a single one would leave the loop waiting for batches meanwhile
+            if num_threads > 1:  # a single thread would keep the loop waiting for batches
                 samplings.aside = pool.add_aside
             self._fetcher: Fetcher | None = None
             if self._reader.far is not None and num_threads:
-                is_dealt = config.num_helpers > 1  # each gets some of the batches
+                is_dealt = config.num_helpers > 1  # each helper gets only some of the batches
                 self._fetcher = Fetcher(
                     self._reader.far,
                     config.requests_in_flight,
@@ -168,7 +168,7 @@ class Filler:
                     pool.add,
                     recorder,
                 )
-            # As of the pool.
+            # See `WorkPool`.
             self.kick, self.run_next, self.join = pool.kick, pool.run_next, pool.join
             self.abandon = pool.forget_work
             self._phases = Phases(
@@ -187,15 +187,15 @@ class Filler:
                 if self._fetcher is not None:
                     self.submissions.is_fetched = self._fetcher.has
         except BaseException:
-            self._executors.close()  # it has no other owner yet
+            self._executors.close()  # nobody else can close it yet
             raise
         self._final_stats: FillerStats | None = None
         self._recording: Recording | None = None
 
     def start(self) -> None:
-        """Open files, and start the threads; call `stop` after an exception.
+        """Open files and start the threads; call `stop` after an exception.
 
-        `ReadError` is raised if a file cannot be opened, or the system gives no more threads.
+        `ReadError` is raised if a file cannot be opened, or the system allows no more threads.
         """
         if self._opens_ahead:
             self._executors.open_ahead(lambda: self._pool.is_stopped)
@@ -213,26 +213,26 @@ class Filler:
         self._pool.add(request.serial, [partial(self._phases.begin, request)])
 
     def do_later(self, serial: int, work: Work) -> None:
-        """Have a thread do what a batch needs first. Never blocks. Safe to call from any thread."""
+        """Have a thread do work that a batch waits for. Never blocks. Thread-safe."""
         self._pool.add(serial, [work])
 
     def read(self, index: NDArray[np.int64], memory: SlotMemory) -> FillOutcome:
-        """Read samples in the calling thread, while other work is under way, to memory for them."""
+        """Read samples to `memory` in the calling thread, concurrently with other work."""
         return self._pool.run(lambda: self._phases.read(index, memory))
 
     def stats(self) -> FillerStats:
-        """Return what all threads have done so far."""
+        """Return the work of all threads so far."""
         if self._final_stats is not None:
             return self._final_stats
         done = self.done_in_python()(self.done_in_core())
         return done._replace(cache=str(self._cache or "none"))
 
     def done_in_core(self) -> ThreadCounts:
-        """Return what all threads have done in the core so far."""
+        """Return the work of all threads in the core so far."""
         return self._reader.done_in_core()
 
     def done_in_python(self) -> Done:
-        """Return what all threads have done elsewhere so far, to which the former is added."""
+        """Return the work of all threads outside the core so far, as a function; see `Done`."""
         final = self._final_stats
         if final is not None:
             return lambda _: final
@@ -246,15 +246,15 @@ class Filler:
         )
 
     def record(self, timeline: Timeline | None) -> None:
-        """Record what all threads do from now on; None: stop recording."""
+        """Record the work of all threads from now on; None: stop recording."""
         if timeline is not None:
             self._recording = Recording(timeline, self._reader, self._columns)
-        elif self._recording is not None:  # work under way may note a little more
+        elif self._recording is not None:  # work under way may still record a few events
             self._recorder.timeline = None
             self._reader.record(None)
 
     def recorded(self) -> list[Recorded]:
-        """Return what was recorded since the last call; after the end of a recording, the rest."""
+        """Return the events since the last call; once recording has stopped, the last ones."""
         recording = self._recording
         if recording is None:
             return []
@@ -263,12 +263,12 @@ class Filler:
         return [recording.take()]
 
     def note_uploaded(self, slot: int, index: NDArray[np.int64]) -> None:
-        """Note that the device cache has the samples of the batch in a slot."""
+        """Mark the samples of the batch in a slot as kept in the device cache."""
         assert self._resident is not None
         self._resident.add(index)
 
     def stop(self, then: Callable[[], None]) -> None:
-        """Drop pending work; close the files when it has ended, and call `then`; see `Workers`."""
+        """Drop pending work; after work under way, close files and call `then`; see `Workers`."""
         self._reader.interrupt()
         if self._fetcher is not None:
             self._fetcher.stop(do_nothing)
@@ -294,11 +294,11 @@ class Filler:
         self._residencies.clear()
         self._resident = self._cache = self._fetcher = None
         then()
-        self._next_requests = list  # whose owner holds this object
+        self._next_requests = list  # the owner of the callback refers to this object
 
 
 class Recording:
-    """Events of the threads of a filler, from now on; `timeline` records those of Python."""
+    """Records events of a filler's threads from now on; `timeline` records those in Python."""
 
     def __init__(self, timeline: Timeline, reader: BatchReader, columns: Sequence[str]) -> None:
         self.timeline = timeline
@@ -308,14 +308,14 @@ class Recording:
         self._trace = None
         if reader.core is not None and timeline.max_events:
             self._trace = CoreTrace(reader.core, timeline.max_events)
-        self._taken = self._dropped = 0  # events of the core
+        self._taken = self._dropped = 0  # counts of the core's events
         self._lock = threading.RLock()
         timeline.note_threads()
         reader.record(self._trace)
         reader.recorder.timeline = timeline
 
     def take(self) -> Recorded:
-        """Return what was recorded since the last call. Safe to call from many threads."""
+        """Return the events recorded since the last call. Safe to call from many threads."""
         timeline = self.timeline
         with self._lock:
             found = [] if self._trace is None else self._core_events(self._trace)
@@ -333,7 +333,7 @@ class Recording:
     def _core_events(self, trace: CoreTrace) -> list[Event]:
         found = trace.events(self._taken)
         unfinished = np.flatnonzero(found["end_ns"] == 0)
-        if unfinished.size:  # it, and those after it, are left for the next call
+        if unfinished.size:  # the first such event, and all after it, wait for the next call
             found = found[: unfinished[0]]
         self._taken += found.size
         names = ("begin_ns", "end_ns", "thread", "batch", "stage", "field", "source")

@@ -1,9 +1,9 @@
 """Finishes batches whose rows are read: decodes samples, and calls the user's function.
 
-Encoded samples, such as images, enter as `Ragged` bytes; what their kinds deliver leaves. All
-threads decode those of a batch in parallel, to memory of the slot, which is allocated once if its
-size is known, and else grows with the largest batch. The user's function then gets the arrays of
-all fields, and its result is checked.
+Encoded samples, such as images, enter as `Ragged` bytes; decoded arrays leave. All threads decode
+the samples of a batch in parallel, to memory of the slot, which is allocated once if its size is
+known, and otherwise grows to fit the largest batch. The user's function then gets the arrays of all
+fields, and its result is checked.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ Refuse = Callable[[DamagedError], None]  # `EncodedBatch.refuse`
 class BatchDecoder:
     """Decodes the encoded fields of batches. Safe to use from many threads.
 
-    `threads`, in all processes, decode at the same time. `limit_nbytes` limits what is decoded in
-    all slots, and the memory that decoding takes beside that. A device transforms the fields
-    `left`: batches have them as decoded.
+    Up to `threads` threads, in all processes, decode at the same time. `limit_nbytes` limits the
+    decoded samples in all slots, and the additional memory that decoding takes. A device transforms
+    the fields `left`: their samples are only decoded here.
 
-    Raises as `FieldKind.decoder`.
+    Raises the same errors as `FieldKind.decoder`.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class BatchDecoder:
             for slot in slots.memory
         ]
         self._lock = threading.Lock()
-        self.broken_images = 0  # those that were replaced so far
+        self.broken_images = 0  # replaced so far
 
     def note_broken(self) -> None:
         """Count a sample that was replaced."""
@@ -109,11 +109,12 @@ class BatchDecoder:
         slot: int | None,
         damage: list[DamagedError] | None,
     ) -> DecodedBatch:
-        """Begin to decode a batch; `DecodedBatch.work` does it.
+        """Prepare the decoding of a batch, which `DecodedBatch.work` does.
 
         `arrays` are those of all fields; random numbers depend on `epoch` and `index`. Without a
-        `slot`, memory is new, and the device transforms nothing. Errors of broken samples are added
-        to `damage`, if given; else `ReadError` is raised, also if samples take too much memory.
+        `slot`, memory is new, and no transform is left to a device. Errors for broken samples are
+        added to `damage`, if given; otherwise `ReadError` is raised. It is also raised if samples
+        take too much memory.
         """
         found, most = list(arrays), self._of_batch
         todo: list[tuple[DecodingWork, Refuse]] = []
@@ -148,21 +149,21 @@ class BatchDecoder:
 
 @dataclass(eq=False)
 class DecodedBatch:
-    """The encoded samples of one batch while `work` decodes them to the delivered `arrays`.
+    """The encoded samples of one batch, which `work` decodes to the delivered `arrays`.
 
-    Each of `works` decodes some samples, and comes with what their errors go to.
+    Each of `works` decodes some samples, and has a function that takes their errors.
     """
 
     arrays: tuple[Any, ...]
     works: list[tuple[DecodingWork, Refuse]]
     note_broken: Callable[[], None]
-    # Threads take works one by one, because decoding times differ much.
+    # Threads take works one by one, because decoding times vary widely.
     todo: Iterator[int] = field(default_factory=itertools.count)
 
     def work(self, must_end: Callable[[], bool], end: int) -> None:
-        """Decode samples until `end` were begun, or `must_end` is true; any number of threads may.
+        """Decode samples until `end` works have begun, or `must_end()`; in any number of threads.
 
-        `ReadError` is raised if one is broken, and not refused otherwise.
+        `ReadError` is raised for a broken sample unless `damage` takes it.
         """
         while not must_end():
             number = next(self.todo)
@@ -198,9 +199,9 @@ def _function_of(option: Callable[..., Any] | str | None) -> Callable[..., Any]:
 def masks_of(
     kinds: Mapping[str, FieldKind], columns: Iterable[str], several: Sequence[Rows]
 ) -> dict[str, OfSamples]:
-    """Return, by its name, a function from sample numbers and an epoch to each mask of a batch.
+    """Return, by name, functions from sample numbers and an epoch to a batch's masks.
 
-    And to the array that says where parts of rows begin.
+    Also to the arrays of where cropped parts of rows begin (``<field>_crop``).
     """
     rows = dict(zip(columns, several, strict=True))
     found: dict[str, OfSamples] = {}
@@ -218,13 +219,12 @@ def _mask(mask: Mask, index: Int64s, _: int) -> NDArray[Any]:
 class Postprocess:
     """A user's function to call for batches. As thread-safe as the function.
 
-    It gets the arrays in field order, then further ones, such as totals; or, if its parameters have
-    the names of all of them, by name.
-    Of ``rng``, ``index``, ``epoch``, ``number``, ``sequence``, ``step``, ``static`` and the masks,
-    it also gets those that are among its further parameters, by name; and as ``crop`` where all
-    crops begin, if these are the same.
+    It gets the arrays in field order, followed by further ones, such as totals; or all of them by
+    name, if it has parameters of those names. If its further parameters include any of ``rng``,
+    ``index``, ``epoch``, ``number``, ``sequence``, ``step``, ``static`` or a mask, it gets these by
+    name, too; and ``crop``, where crops begin, if all cropped fields are cropped alike.
 
-    Raises `ConfigError` if there is no such function.
+    Raises `ConfigError` if the function cannot be imported or called.
     """
 
     def __init__(self, opened: OpenedDataset, samplings: Samplings) -> None:
@@ -263,9 +263,9 @@ class Postprocess:
     def __call__(
         self, arrays: tuple[Any, ...], request: FillRequest, index: Int64s, where: str
     ) -> dict[str, Any]:
-        """Return the result of the function for a batch, by name; `where` begins messages.
+        """Return the function's result for a batch, by name; `where` begins error messages.
 
-        `PostprocessError` is raised if the function raises, or returns other arrays than it may.
+        `PostprocessError` is raised if the function raises, or its result is not valid.
         """
         try:
             further = {name: self._value(name, request, index) for name in self._wanted}
@@ -280,7 +280,7 @@ class Postprocess:
             found = dict(zip(self._names, arrays, strict=True))
         else:
             found = _by_name(result, self._names, self._returned, where)
-        for array in found.values():  # libraries rely on this
+        for array in found.values():  # libraries rely on consistent arrays
             misfit = array.misfit() if isinstance(array, SampleArrays) else None
             if misfit is not None:
                 raise PostprocessError(f"{where} made {misfit}")
@@ -296,9 +296,9 @@ class Postprocess:
         return self._rng(request, index) if name == "rng" else getattr(request, name)
 
     def _rng(self, request: FillRequest, index: Int64s) -> np.random.Generator:
-        """Return random numbers that depend only on the seed, the epoch, the batch and the rank.
+        """Return a generator that depends only on the seed, the epoch, the batch and the rank.
 
-        For a batch of no epoch, they depend on its samples instead.
+        For a batch outside of epochs, it depends on the samples as well.
         """
         which = [self._seed, request.epoch, request.number, *request.order[:1]]
         digest = hashlib.blake2b(f"h5async postprocess {which}".encode(), digest_size=32)
@@ -310,7 +310,7 @@ class Postprocess:
 def _by_name(
     result: Any, names: Sequence[str], returned: Sequence[str] | None, where: str
 ) -> dict[str, Any]:
-    """Return the arrays that a function has returned, by name; `PostprocessError` otherwise."""
+    """Return the arrays in a function's result, by name; `PostprocessError` if it is not valid."""
     if isinstance(result, Mapping):
         if returned is not None and set(result) != set(returned):
             raise PostprocessError(
@@ -330,7 +330,7 @@ def _by_name(
         result = (result,)
     if not isinstance(result, tuple | list) or len(result) != len(names):
         found = len(result) if isinstance(result, tuple | list) else type(result).__name__
-        in_place = ", or None when it worked in place" if returned is None else ""
+        in_place = ", or None if it works in place" if returned is None else ""
         raise PostprocessError(
             f"{where} returned {found}; it must return {len(names)} arrays{in_place}, or a mapping"
             " of names to arrays"
@@ -346,8 +346,8 @@ def _arrays_of(result: Sequence[Any], where: str) -> list[Any]:
     for given, array in zip(result, made, strict=True):
         if isinstance(array, np.ndarray) and array.dtype == object and not array.ndim:
             raise PostprocessError(
-                f"{where} returned {type(given).__name__}, which is no array; return NumPy arrays,"
-                " Ragged, or Csr(m.data, m.indices, m.indptr, m.shape) of a SciPy matrix m"
+                f"{where} returned {type(given).__name__}, which is not an array; return NumPy"
+                " arrays, Ragged, or Csr(m.data, m.indices, m.indptr, m.shape) of a SciPy matrix m"
             )
     if len({len(array) for array in made if getattr(array, "ndim", 1)}) > 1:
         shapes = ", ".join(str(getattr(array, "shape", (len(array),))) for array in made)

@@ -1,7 +1,7 @@
-"""Defines what fillers share with their owner: slots, functions, outcomes, statistics, recordings.
+"""Defines what fillers share with their owner: slots, callbacks, outcomes, statistics, recordings.
 
-There are two fillers: `Filler` in this process, and `HelperFiller` in helper processes. What they
-answer is picklable.
+There are two fillers: `Filler` in this process, and `HelperFiller` in helper processes. All that
+they return is picklable.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from h5async.system.timeline import (
     ThreadName,
 )
 
-# Plans ranges that a device reads of a batch instead of rows, by column. The collection and the
-# batch plan rows if necessary.
+# Plans, by column, the ranges to read for a device instead of a batch's rows. The collection and
+# the batch are for planning rows if necessary.
 PlanColumns = Callable[[Collection, SlotBatch, FillRequest, Int64s], Mapping[int, Ranges]]
 
 
@@ -40,11 +40,11 @@ PlanColumns = Callable[[Collection, SlotBatch, FillRequest, Int64s], Mapping[int
 class Slots:
     """The slots that a filler fills: the `memory` of each, with room for `rows` samples.
 
-    `memory` is empty after the end, as the caller may still hold a batch. `new_memory` returns host
-    memory for pixels, from which a device uploads. If slots `are_writable` at any time,
-    `before_fill` need not be called, nor `on_done` if the core fills a batch alone. Nor if it
-    uploads that by `uploads`, to memory that is then `delivered`. `has_queue`: their owner submits
-    batches to the core's queue.
+    `memory` is empty once the filler has stopped, as the caller may still hold a batch.
+    `new_memory` returns host memory for pixels, from which a device uploads. If slots
+    `are_writable` at any time, `before_fill` need not be called, nor `on_done` for batches that the
+    core fills alone; nor for those it also uploads by `uploads`, to the arrays `delivered`.
+    `has_queue`: the owner submits batches to the core's queue.
     """
 
     memory: Sequence[SlotMemory]
@@ -57,10 +57,10 @@ class Slots:
 
 
 class OnDevice(NamedTuple):
-    """What a device does instead of the filler.
+    """The work that a device does instead of the filler.
 
-    It assembles the fields `left`; `plan_columns` plans what is read for it instead of rows; the
-    samples in its `cache` need not be read again.
+    It assembles the fields `left`; `plan_columns` plans the ranges that are read for it instead of
+    rows; the samples in its `cache` need not be read again.
     """
 
     left: Names[str] = ()
@@ -69,11 +69,11 @@ class OnDevice(NamedTuple):
 
 
 class Calls(NamedTuple):
-    """Functions of the owner of slots, which a filler calls in its threads.
+    """Callbacks of the owner of slots, which a filler calls in its threads.
 
-    `next_requests` returns, after `kick`, what is to be filled now; `before_fill` returns when a
-    slot may be written to; `on_done` takes the outcome of each request, once, unless the filler is
-    closed before; `on_crash` takes an error that belongs to no batch.
+    `next_requests`, called after `kick`, returns the requests to fill now; `before_fill` returns
+    once a slot may be written to; `on_done` takes the outcome of each request, once, unless the
+    filler is closed first; `on_crash` takes an error that belongs to no batch.
     """
 
     next_requests: Callable[[], Sequence[FillRequest]]
@@ -82,37 +82,37 @@ class Calls(NamedTuple):
     on_crash: Callable[[BaseException], None]
 
 
-NO_CALLS = Calls(list, do_nothing, do_nothing, do_nothing)  # after the end
+NO_CALLS = Calls(list, do_nothing, do_nothing, do_nothing)  # once the filler has stopped
 
 
 class FillOutcome(NamedTuple):
     """The result of a request: the sample numbers of a batch, int64 (n,), and its arrays.
 
-    These are, in field order, views of n rows of the slot's `out`, or the result of `postprocess`,
-    or, once uploaded, arrays on a device. They are undefined after an `error`.
+    The arrays are, in field order, views of n rows of the slot's `out`, or the result of
+    `postprocess`, or, once uploaded, arrays on a device. After an `error` they are undefined.
     """
 
     index: NDArray[np.int64]  # type: ignore[assignment]  # (a tuple's method of that name)
     arrays: tuple[Any, ...]
     error: BaseException | None = None
     is_resident: bool = False  # nothing was read, because the device has the rows
-    busy_seconds: float = 0.0  # that threads spent on it, summed up
+    busy_seconds: float = 0.0  # the time spent on it, summed over threads
     warnings: tuple[str, ...] = ()  # for the consumer, each reported once
-    names: tuple[str, ...] = ()  # of the arrays, after a `postprocess`; otherwise the fields
-    skipped: tuple[Skipped, ...] = ()  # samples of the batch that were left out
+    names: tuple[str, ...] = ()  # of the arrays, if they are not those of the fields
+    skipped: tuple[Skipped, ...] = ()  # damaged samples that were left out
 
 
-# What was done when this was made, with what the core had done by then.
+# Adds the work in the core to the work outside it, as of when this function was made.
 Done: TypeAlias = Callable[[ThreadCounts], "FillerStats"]
 Answers: TypeAlias = list[tuple[int, FillOutcome] | None]  # by slot, with serials
 
 
 class FillerStats(NamedTuple):
-    """What a filler has done so far.
+    """The work of a filler so far.
 
-    `stage_seconds` has the stages that `counts` has not; `fallback_reads` went through h5py;
-    `cache` says what is kept in memory, or why not; `broken_images` were replaced; `fetched` is
-    what was done for far sources.
+    `stage_seconds` has the stages that are not in `counts`; `fallback_reads` went through h5py;
+    `cache` says what is kept in memory, or why nothing is; `broken_images` were replaced; `fetched`
+    counts the requests to far sources.
     """
 
     stage_seconds: Mapping[str, float] = dict.fromkeys(STAGES, 0.0)
@@ -123,7 +123,7 @@ class FillerStats(NamedTuple):
     fetched: FetchCounts = FetchCounts()
 
     def plus(self, other: FillerStats, times: int = 1) -> FillerStats:
-        """Return the sum with another filler, which keeps the same, counted `times` times."""
+        """Return the sum with `times` times the work of another filler; `cache` is the same."""
         mine, others = self.stage_seconds, other.stage_seconds
         return FillerStats(
             {stage: max(0.0, mine[stage] + times * others[stage]) for stage in STAGES},
@@ -143,16 +143,16 @@ def stats_of(
     fetched: FetchCounts,
     in_core: ThreadCounts,
 ) -> FillerStats:
-    """Return what was done in stages, by each thread in Python, and by all in the core."""
+    """Return the sum of the stages, of the work of each thread in Python, and that in the core."""
     seconds = {stage: ns / 1e9 for stage, ns in stage_ns.items()}
     counts = ThreadCounts(*map(sum, zip(vars(in_core).values(), *of_threads, strict=True)))
     return FillerStats(seconds, counts, fallback_reads, "", broken_images, fetched)
 
 
 class Recorded(NamedTuple):
-    """What was recorded in a process, by its ID in the system.
+    """The recording of one process, with its process ID.
 
-    `threads` are by `threading.get_ident` there; `events` have fields and sources by their names;
+    `threads` are by `threading.get_ident` there; `events` have the names of fields and sources;
     `dropped` is the number of events that were not kept.
     """
 

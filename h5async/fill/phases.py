@@ -1,8 +1,8 @@
-"""Takes batches through the phases of a fill: from the plan to `postprocess`.
+"""Takes batches through the phases of a fill, from the plan to `postprocess`.
 
 A request enters; its outcome leaves. The work of a phase is cut into *shares*, which all threads
 take from one heap, oldest batch first, so that a batch is ready as early as possible. The thread
-that finishes the last share of a phase begins the next one, so no thread waits.
+that finishes the last share of a phase begins the next phase, so no thread waits.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from h5async.samples.assembly import Assembly, SlotMemory
 from h5async.system.interruptions import interruption
 from h5async.system.timeline import NO_BATCH, NO_FIELD
 
-_MIN_SHARE_NBYTES = 256 * 1024  # about 25 µs of copying: what it costs to wake a thread
+_MIN_SHARE_NBYTES = 256 * 1024  # takes about 25 µs to copy, as long as waking a thread
 
 
 @dataclass(slots=True, eq=False)
 class _Fill:
-    """One batch on its way; `damage` was found by this attempt, and `skipped` left out before."""
+    """A batch being filled; `damage` was found in this attempt, `skipped` left out before it."""
 
     request: FillRequest
     samples: NDArray[np.int64] | None = None
@@ -48,8 +48,8 @@ class _Fill:
     skipped: list[Skipped] = field(default_factory=list)
     plans: BatchPlan = ()
     busy_ns: int = 0
-    is_kept: bool = False  # its rows come of the cache of this machine,
-    is_resident: bool = False  # or the device has them
+    is_kept: bool = False  # its rows come from the cache in host memory,
+    is_resident: bool = False  # or are on the device already
     generation: int = 0  # see `Residency`
     images: DecodedBatch | None = None
     shares_left: int = 0
@@ -65,9 +65,9 @@ class _Fill:
 class Phases:
     """The phases of a batch, from its request to its outcome. Safe to use from many threads.
 
-    `assembly` makes the delivered arrays of a slot's memory, except those of the fields `left` to a
-    device. The samples that are `resident` in memory need not be read. If it `skips`, a batch with
-    damaged samples is filled again without them.
+    `assembly` makes the delivered arrays from a slot's memory, except those of the fields `left` to
+    a device. The samples that are `resident` in memory need not be read. If damage is skipped, a
+    batch with damaged samples is filled again without them.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class Phases:
         self._resident = resident
         self._cache = resident if isinstance(resident, HostCache) else None
         self._calls, self._fetcher = calls, fetcher
-        # For all batches, and made once: a lock takes memory.
+        # One for all batches, since a lock takes memory.
         self._shares_lock = threading.Lock()
 
     def begin(self, request: FillRequest) -> None:
-        """Begin a fill, by planning it; the later phases follow by themselves."""
+        """Begin a fill by planning it; the later phases follow on their own."""
         self._fill(_Fill(request))
 
     def _fill(self, batch: _Fill) -> None:
@@ -110,11 +110,11 @@ class Phases:
         is_kept: bool,
         generation: int,
     ) -> None:
-        """Continue a fill that the core has begun; what it has read is not read again.
+        """Continue a fill that the core has begun; rows that it has read are not read again.
 
-        `skipped` samples were left out of `index` before. The cache had this generation then.
+        `skipped` samples are already left out of `index`; the plan is of this cache `generation`.
         """
-        if not is_planned or (is_kept and self._cache is None):  # what a GPU has is not planned
+        if not is_planned or (is_kept and self._cache is None):  # kept on a GPU: there is no plan
             self.begin(request)
             return
         batch = _Fill(request, skipped=[*skipped], is_kept=is_kept, generation=generation)
@@ -142,7 +142,7 @@ class Phases:
         return FillOutcome(batch.index, arrays, names=names, skipped=tuple(batch.skipped))
 
     def _read_here(self, batch: _Fill, memory: SlotMemory) -> tuple[Any, ...]:
-        """Read a batch in the calling thread; the arrays are not to be used if it has damage."""
+        """Read a batch in the calling thread; if it has damage, the arrays must not be used."""
         index, damage = batch.index, self._damage_of(batch)
         try:
             self._reader.read_rows(index, memory, damage)
@@ -160,12 +160,12 @@ class Phases:
             return ()
 
     def close(self) -> None:
-        """Release memory, and functions whose owners hold this object."""
+        """Release memory, and the functions whose owners refer to this object."""
         self._resident = self._cache = self._fetcher = None
         if self._images is not None:
             self._images.close()
         self._calls = NO_CALLS
-        self._postprocess = None  # the caller's, who may hold the reader there
+        self._postprocess = None  # the user's function may refer to the reader
 
     # --- plan -------------------------------------------------------------------------------------
 
@@ -191,7 +191,7 @@ class Phases:
     # --- fetch ------------------------------------------------------------------------------------
 
     def _begin_fetch(self, batch: _Fill) -> None:
-        """Have the fetcher get what lies in far sources; it may have to be asked several times."""
+        """Have the fetcher get the batch's ranges of far sources, in several rounds if needed."""
         if self._fetcher is None:
             self._reader.fetch(batch.plans)
             self._begin_read(batch)
@@ -214,7 +214,7 @@ class Phases:
         self._begin(batch, [partial(self._reader.hold, batch.plans, found)], self._begin_fetch)
 
     def _begin_read(self, batch: _Fill) -> None:
-        # One per thread: waiting for the GIL costs more than additional shares gain.
+        # One share per thread: waiting for the GIL costs more than additional shares gain.
         shares = cut(batch.plans, max(1, self._pool.num_threads), _MIN_SHARE_NBYTES)
         works = [partial(self._read, batch, share) for share in shares]
         self._begin(batch, works, self._begin_left)
@@ -229,7 +229,7 @@ class Phases:
         self._begin(batch, works, self._begin_keep)
 
     def _read_left(self, batch: _Fill, left: LeftRows | SlotBatch) -> None:
-        # An error keeps the callers of this alive, so they must not hold the memory.
+        # An error's traceback keeps callers' frames alive, so they must not refer to the memory.
         memory, damage = self._slots.memory[batch.request.slot], self._damage_of(batch)
         draw = self._reader.draw(batch.request.epoch)
         self._reader.read_left(left, batch.index, draw, memory, damage)
@@ -274,7 +274,7 @@ class Phases:
         self._begin(batch, works, self._begin_images)
 
     def _arrays(self, batch: _Fill) -> tuple[Any, ...]:
-        """Return the arrays of a batch, as a device that assembles them expects them."""
+        """Return the arrays of a batch; those left to a device, in the form that it expects."""
         return self._assembly.arrays(
             self._slots.memory[batch.request.slot], batch.index, self._left
         )
@@ -293,8 +293,8 @@ class Phases:
         works = [partial(self._decode_images, batch, images, count)] * parts
         meanwhile = []
         if parts > 1:
-            # The thread that sees the first half done has the next batch read first, so that no
-            # thread runs out of images between two batches.
+            # The thread that sees the first half begun has the next batch read first, so that
+            # threads do not run out of images between two batches.
             works.insert(0, partial(self._decode_images, batch, images, count // 2))
             meanwhile = [self._pool.begin_next]
         self._begin(batch, works, self._finish, meanwhile)
@@ -323,7 +323,7 @@ class Phases:
         try:
             self._deliver(batch, arrays, names)
         finally:
-            batch.error = None  # whose frames hold the batch
+            batch.error = None  # the frames of its traceback refer to the batch
 
     def _postprocessed(self, batch: _Fill, arrays: tuple[Any, ...]) -> dict[str, Any]:
         assert self._postprocess is not None
@@ -359,7 +359,7 @@ class Phases:
         return batch.damage if self._reader.damage.is_skipped else None
 
     def _end(self, batch: _Fill) -> None:
-        """Finish a batch or, if some of its samples are damaged, fill it again without them."""
+        """Finish a batch; or fill it again without its damaged samples, if it has any."""
         if batch.damage and batch.error is None:
             place = batch.request.slot
             self._attempt(batch, lambda: self._leave_out(batch, self._slots.memory[place]))
@@ -378,7 +378,7 @@ class Phases:
                 for sample in one.samples:
                     found.setdefault(sample, Skipped(*where, sample, str(one)))
         is_damaged = np.isin(index, list(found))
-        if not is_damaged.any():  # read one by one, all are well
+        if not is_damaged.any():  # all could be read one by one
             batch.error = batch.damage[0]
         self._reader.damage.add(found)
         batch.samples = index[~is_damaged]
@@ -386,7 +386,7 @@ class Phases:
         batch.damage.clear()
 
     def _damaged_alone(self, batch: _Fill, memory: SlotMemory) -> Iterator[DamagedError]:
-        """Read samples one by one, to find which of them HDF5 cannot read."""
+        """Read samples one by one to find those that HDF5 cannot read."""
         for sample in np.unique(batch.index)[:, np.newaxis]:
             try:
                 self._reader.read_rows(sample, memory, epoch=batch.request.epoch)
@@ -408,9 +408,9 @@ class Phases:
         then: Callable[[_Fill], None],
         meanwhile: Sequence[Work] = (),
     ) -> None:
-        """Begin a phase: do all `works` in any threads, and `then` after the last of them.
+        """Begin a phase: do all `works` in any threads, and `then` after all of them.
 
-        `meanwhile` is begun before the last of them, and not waited for.
+        The works `meanwhile` are queued before the last of them, and not waited for.
         """
         if not works or batch.error is not None or batch.damage:
             self._go_on(batch, then)
@@ -436,29 +436,29 @@ class Phases:
             self._pool.add(batch.request.serial, [*shares, *meanwhile, last])
 
     def _go_on(self, batch: _Fill, then: Callable[[_Fill], None]) -> None:
-        """Begin the next phase, or end a batch that fails. No share of it is under way."""
+        """Begin the next phase, or end a failed batch. No share of the batch is under way."""
         is_last = batch.error is not None or bool(batch.damage) or then == self._finish
         if is_last or not self._attempt(batch, partial(then, batch)):
             self._end(batch)
 
     def _attempt(self, batch: _Fill, work: Work) -> bool:
-        """Do some of a batch's work, and return whether it succeeded; if not, the batch fails.
+        """Do some of a batch's work; return whether it succeeded. If not, the batch fails.
 
-        The error keeps its place of origin, but no memory of this: the batch has the error.
+        The error keeps its traceback, but its frames are cleared: they would keep memory alive.
         """
         error = _raised_by(work)
         if error is None:
             return True
         try:
-            self._note_error(batch, error)  # an interruption is raised, with all that it holds
+            self._note_error(batch, error)  # raises interruptions, with their frames intact
             forget_frames(error)
         finally:
-            del error  # it has this frame, where it was raised again
+            del error  # its traceback has this frame if it was raised again
         return False
 
     def _note_error(self, batch: _Fill, error: BaseException) -> None:
         if interruption(error) is not None:
-            raise error  # in the caller's thread, where it belongs
+            raise error  # it belongs to the caller's thread
         if isinstance(error, DamagedError):
             self._reader.damage.locate(error, batch.index)
             if self._reader.damage.is_skipped:

@@ -1,8 +1,8 @@
 """Runs functions in threads, the most urgent first, whatever they do.
 
-Functions enter, each with a serial number that says how urgent it is. All threads take from one
+Functions enter, each with a serial number: the lowest is the most urgent. All threads take from one
 heap. If it is empty, a thread asks for more work. When the pool is stopped, it drops pending work,
-and the thread that ends the last piece of work releases what all work has used.
+and the thread that ends the last piece of work releases the resources shared by all.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OTHER = -1  # stands for the thread of `Workers.wait_for`
 
 
 class Tickets(Protocol):
-    """Brings threads their work, and work of its own. Safe to use from many threads."""
+    """Wakes threads for work on the heap, or gives them work of its own. Thread-safe."""
 
     def put(self, ticket: bool) -> None:
         """Have one thread continue with work of the heap, or end (False). Never blocks."""
@@ -39,37 +39,37 @@ class Tickets(Protocol):
         """Return work that is not on the heap, without waiting; None if there is none."""
 
     def note_workers(self, count: int) -> None:
-        """Note that a thread came or left, and how many there are; one at a time calls this."""
+        """Note that a thread came or left, and how many there are. Calls do not overlap."""
 
     def forget(self) -> None:
         """Forget all work, after an exception in a pool without threads."""
 
 
 def do_nothing(*_: object) -> None:
-    """Stand in for a function that is not set, or no longer."""
+    """Stand in for a callback that is not set, or not any more."""
 
 
 class Workers:
-    """Threads, the last of which releases what all of them use, once they are stopped.
+    """Threads, the last of which releases their shared resources once they are stopped.
 
     Safe to use from many threads. Once it `is_stopped`, no thread enters.
     """
 
     def __init__(self) -> None:
         self.is_stopped = False
-        # Reentrant: a reader collected in here by the garbage collector is closed in here.
+        # Reentrant: the garbage collector may run in here, and close a reader.
         self._lock = threading.RLock()
-        # Threads that may use what `stop` releases: while there is one, nothing is freed.
+        # Threads that may use resources that `stop` releases: while there are any, none is freed.
         self._workers: set[int] = set()
         self._let_go: Callable[[], None] = do_nothing
         self._ending = Once()
         self._threads: list[threading.Thread] = []
 
     def stop(self, let_go: Callable[[], None]) -> None:
-        """Drop pending work; after work under way has ended, call `let_go`.
+        """Drop pending work; call `let_go` once work under way has ended.
 
-        Never waits: the garbage collector may call it in any thread, which may hold a lock that a
-        worker waits for. Extra calls are harmless, and complete what an exception interrupted.
+        Never waits: the garbage collector may call it in any thread, even one that holds a lock
+        that a worker waits for. Extra calls are harmless, and complete an interrupted call.
         """
         with self._lock:
             if self._ending.has_begun:
@@ -81,16 +81,16 @@ class Workers:
             self._ending.do(self._end)
 
     def wait_for(self, when_left: Callable[[Callable[[], None]], bool]) -> None:
-        """Count, before `stop`, a thread that is no worker as one, unless it has left.
+        """Have a later `stop` count a thread that is not a worker as one.
 
-        `when_left` has a function called when it leaves, and returns False if it has.
+        `when_left` has a function called when that thread leaves, or returns False if it has left.
         """
         with self._lock:
             if not self.is_stopped and when_left(partial(self._leave, _OTHER)):
                 self._workers.add(_OTHER)
 
     def join(self, patience_seconds: float | None = None) -> None:
-        """Wait until what `stop` requested is done; a worker does not wait for itself."""
+        """Wait until `stop` has taken effect; a worker does not wait for itself."""
         if threading.get_ident() in self._workers:
             return
         patience = Patience(patience_seconds)
@@ -105,12 +105,12 @@ class Workers:
         """Have all threads end as soon as they can. Never blocks; called under the lock."""
 
     def _start(self, targets: Mapping[str, Callable[[], None]], what: str) -> None:
-        """Start threads by name; `what` they are for is named in errors.
+        """Start threads by name; errors say that they are for `what`.
 
-        `ReadError` is raised if the system gives no more threads; `stop` ends those that were
+        `ReadError` is raised if the system allows no more threads; `stop` ends those already
         started.
         """
-        # Daemons: otherwise the interpreter would wait for them before the reader is closed.
+        # Daemons: otherwise the interpreter would wait for them at exit, before the reader closes.
         new = [
             threading.Thread(
                 target=self._run, args=(target,), name=f"{THREAD_NAME}-{name}", daemon=True
@@ -147,14 +147,14 @@ class Workers:
     def _end(self) -> None:
         """Release all that only workers use; called after the last of them."""
         self._let_go()
-        self._let_go = do_nothing  # else its owner, which holds this object, is never collected
+        self._let_go = do_nothing  # breaks a reference cycle with the owner of the callback
 
 
 class WorkPool(Workers):
     """Threads that do work, or, without threads, the caller of `run_next`.
 
-    A worker that finds no work calls `find_work`, which returns some with its serial numbers, and
-    `on_crash` with an exception of its work, after which it goes on. Threads wait for `tickets`.
+    A worker that finds no work on the heap calls `find_work`, which returns work with its serial
+    numbers. It passes exceptions of work to `on_crash`, and goes on. Threads wait for `tickets`.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class WorkPool(Workers):
         self._on_crash = on_crash
         self._heap: list[tuple[int, int, Work]] = []
         self._order = itertools.count()
-        # True stands for work on the heap, False for the end. A ThreadPoolExecutor would cost the
+        # True stands for work on the heap, False ends a thread. A ThreadPoolExecutor would cost the
         # caller's thread 15 us more per batch.
         self._tickets = queue.SimpleQueue[bool]() if tickets is None else tickets
         self._own_tickets = tickets
@@ -189,14 +189,14 @@ class WorkPool(Workers):
         with self._lock:
             if self.is_stopped:
                 return
-            # First: work without a ticket, after an exception in here, would take that of others.
+            # Tickets first: after an exception, work without one would use up another's ticket.
             for _ in works if self.num_threads else ():
                 self._tickets.put(True)
             for work in works:
                 heapq.heappush(self._heap, (serial, next(self._order), work))
 
     def add_aside(self, work: Work) -> None:
-        """Add work that uses nothing that `stop` releases, so that `join` does not wait for it."""
+        """Add work that uses nothing that `stop` releases; `join` does not wait for it."""
         self.add(0, [partial(self._do_aside, work)])
 
     def run_next(self) -> bool:
@@ -204,14 +204,14 @@ class WorkPool(Workers):
         return not self.is_stopped and self.run(self._run_next)
 
     def begin_next(self) -> None:
-        """Do, in a thread of the pool, work that is not on the heap. Never waits for any."""
+        """Do work that is not on the heap, if there is any, in a thread of the pool; don't wait."""
         work = None if self._own_tickets is None else self._own_tickets.get_here()
         if work is not None:
             work()
 
     def run(self, work: Callable[[], T]) -> T:
         """Do a piece of work in the calling thread; `ReaderClosedError` if the pool is stopped."""
-        if threading.get_ident() in self._workers:  # work that calls the reader
+        if threading.get_ident() in self._workers:  # called by work that uses the reader
             return work()
         discard = partial(self._workers.discard, threading.get_ident())
         try:
@@ -221,7 +221,7 @@ class WorkPool(Workers):
         finally:
             try:
                 self._leave()
-            finally:  # again: signal handlers may raise in there, but not before a call of C
+            finally:  # again: signal handlers may raise in `_leave`, but not before a call of C
                 discard()
                 self._leave()
 
@@ -253,7 +253,7 @@ class WorkPool(Workers):
             except BaseException as error:
                 self._on_crash(error)
             if threading.get_ident() not in self._workers:
-                return  # stopped while it did something aside
+                return  # stopped while this thread did work aside
 
     def _do_aside(self, work: Work) -> None:
         thread = threading.current_thread()
@@ -288,21 +288,21 @@ class WorkPool(Workers):
 
     def _end(self) -> None:
         super()._end()
-        self._find_work, self._on_crash = tuple, do_nothing  # as above
+        self._find_work, self._on_crash = tuple, do_nothing  # to break reference cycles, too
 
 
 def start_all(threads: Sequence[threading.Thread], what: str) -> None:
-    """Start threads for `what`; `ReadError` if the system gives no more."""
+    """Start threads for `what`; `ReadError` if the system allows no more."""
     try:
         start_threads(threads)
     except RuntimeError as error:
         if "shutdown" in str(error):
             raise ReadError(
-                f"{what}: the interpreter is ending, and starts no more threads; make the reader"
-                f" earlier, or read with {named('num_threads', 0)}"
+                f"{what}: the interpreter is shutting down and starts no more threads; make the"
+                f" reader earlier, or read with {named('num_threads', 0)}"
             ) from error
         raise ReadError(
-            f"{what}: the system gives this process no more threads ({error}); make"
+            f"{what}: the system allows this process no more threads ({error}); make"
             f" {named('num_threads')} smaller, or raise the limit (ulimit -u, pids.max of the"
             " control group, memory)"
         ) from error

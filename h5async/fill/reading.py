@@ -1,7 +1,7 @@
-"""Plans, reads and transforms the rows of a batch, all fields of it.
+"""Plans, reads and transforms the rows of a batch, for all its fields.
 
-Sample numbers enter; plans leave. A share of the plans' work enters, in any thread; rows leave, in
-the memory of a slot. The phases of a fill know nothing else of how a dataset is read.
+Sample numbers enter; plans leave. A share of a plan's work enters, in any thread; rows leave, in
+the memory of a slot. This is all that the phases of a fill know about reading a dataset.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ from h5async.spelling import named
 from h5async.system.timeline import NO_BATCH, NO_FIELD, Recorder, StageTimes, ThreadCounts
 
 T = TypeVar("T")
-BatchPlan = Sequence[ReadPlan]  # of one batch, by field; at the end, of several
+BatchPlan = Sequence[ReadPlan]  # one per field of a batch, then any that cover several fields
 
-_MIN_SHARE_NBYTES = 256 * 1024  # about 25 µs of copying: what it costs to wake a thread
+_MIN_SHARE_NBYTES = 256 * 1024  # takes about 25 µs to copy, as long as waking a thread
 
 
 class LeftRows(NamedTuple):
-    """Rows of a field's memory that the core has left to h5py: int64 (n,), ascending."""
+    """Rows in a field's memory that the core leaves to h5py: int64 (n,), ascending."""
 
     field: int
     rows: Int64s
 
 
 class _Batches(NamedTuple):
-    """The core's plans of a slot: of all fields whose rows it finds; of each that it is told."""
+    """Plans for a slot: `batch` for all fields whose rows the core finds, `of_rows` for others."""
 
     collection: Collection
     batch: SlotBatch
@@ -72,14 +72,12 @@ class _Batches(NamedTuple):
 
 
 class BatchReader:
-    """Reads batches, in many threads. To be closed after the last read.
+    """Reads batches, in many threads. Close it after the last read.
 
-    `transforms` are in field order. Scratch memory is for `num_threads`. For `plan_columns` see
-    `OnDevice`; `cache` has rows that are in memory. `executors` are closed by their owner.
-    `times` are those of stages; `file`, the first one, is for messages; `damage` is what callers
-    skip.
-
-    `OutOfMemoryError` is raised if the system refuses memory for the threads.
+    `transforms` are in field order. Scratch memory is allocated for `num_threads`. `plan_columns`:
+    see `OnDevice`. `cache` holds rows in memory. The owner of `executors` closes them. `times`
+    are the times of stages; `file`, the first one, is for messages; `damage` has the samples to
+    skip. Raises `OutOfMemoryError` if the system refuses memory for the threads.
     """
 
     def __init__(
@@ -112,9 +110,9 @@ class BatchReader:
         self._drawn: tuple[int | None, Uint64s | None] = None, None  # by epoch
         self._num_threads = num_threads
         self._collection = executors.open_collection(self._at_once(slots.memory[0]), self._steps)
-        # What reads the rows of the cache, by the core.
+        # Has the core read the rows of the cache.
         self._kept = None if cache is None else self._open_kept(cache, slots.memory[0])
-        if self.far is not None:  # ranges that are read for a device are those of files
+        if self.far is not None:  # encoded chunks for a device are read from local files only
             self._plan_columns = None
         self._h5py_rows: list[H5pyRows] = executors.h5py_rows()
         self._batches: list[_Batches] = []
@@ -124,7 +122,7 @@ class BatchReader:
             self._told = [field for field, is_told in pairs if all(is_told)]
             new = self._collection.new_batch
             self._batches = [self._batches_of(new, slot, slots.rows) for slot in slots.memory]
-        # Whether `read_rows` reads what the core alone can, and plans for it.
+        # Whether `read_rows` can do all its work in one call of the core.
         self._reads_at_once = (
             self._reads_alone
             and self.far is None
@@ -133,12 +131,12 @@ class BatchReader:
             )
         )
         self._spare: list[Reading] = []
-        self._ahead: _Batches | None = None  # plans of batches that are fetched ahead
+        self._ahead: _Batches | None = None  # plans for batches that are fetched ahead
         self._has_heaps = any(layout.heaps for layout in self._layouts)
         self._size = ScratchSize.of(self._layouts)
-        self._stop = c_int32()  # not 0: what is under way ends as soon as it can
+        self._stop = c_int32()  # not 0: work under way ends as soon as it can
         self._scratches: list[Scratch] = []
-        self._workers = c_void_p()  # those of all scratches, in the core
+        self._workers = c_void_p()  # the core's list of the workers of all scratches
         what = f"{self.file}: scratch of {num_threads} threads, for chunks to be decoded"
         with taking_memory(what, f"make {named('num_threads')} smaller, or store smaller chunks"):
             self._free = deque(self._new_scratch() for _ in range(num_threads))
@@ -152,9 +150,9 @@ class BatchReader:
     def open_queue(
         self, uploads: Any = None, resident: Residency | None = None
     ) -> BatchQueue | None:
-        """Return a queue of batches that the core reads alone, and uploads; None if it cannot.
+        """Return a queue for batches that the core reads and uploads alone; None if it cannot.
 
-        Where a GPU has `resident` samples, it does so only with batches of these.
+        If samples are `resident` on a GPU, the core uploads only batches of those.
         """
         core, collection, kept = self.core, self._collection, None
         if core is None or collection is None or self._plan_columns:
@@ -194,7 +192,7 @@ class BatchReader:
 
     @property
     def far(self) -> FarSources | None:
-        """What gets bytes of sources that are no local files; None if there are none."""
+        """Gets the bytes of sources that are not local files; None if there are none."""
         return None if self._collection is None else self._collection.tables.far
 
     @property
@@ -203,14 +201,15 @@ class BatchReader:
 
     @property
     def fills_alone(self) -> bool:
-        """Whether the core reads all rows of files without Python, unless something goes wrong."""
+        """Whether the core reads all rows from files without Python, barring errors."""
         return self._reads_alone and (self.far is None or self.far.kept is not None)
 
     @property
     def transforms_all(self) -> bool:
-        """Whether the core transforms all rows as it reads them, so that they can be delivered.
+        """Whether the core does all transforms while reading, so that rows can be delivered.
 
-        If they are kept in memory, as it keeps them, or reads them there; but what a device does.
+        With a cache in host memory: as it adds rows to it, or reads them from it. Transforms that
+        a device does are left out.
         """
         memory = self.slots.memory[0]
         are_left = [raw is out for raw, out in zip(memory.raw, memory.out, strict=True)]
@@ -222,23 +221,23 @@ class BatchReader:
         return all(is_done or is_left for is_done, is_left in zip(done, are_left, strict=True))
 
     def take(self, work: Callable[[Scratch], int]) -> int:
-        """Lend a thread its scratch memory for a call of `BatchQueue`; return the call's result."""
+        """Call a method of `BatchQueue` with scratch memory for this thread; return its result."""
         with self._scratch() as scratch:
             return work(scratch)
 
     def scratch_of_consumer(self, is_alone: bool) -> Scratch:
-        """Return scratch memory for its calls of the core; all there is, if it `is_alone`."""
+        """Return scratch memory for the consumer's calls; the only one there is if `is_alone`."""
         return self._free[-1] if is_alone else self._new_scratch()
 
     def planned(self, slot: int, *, are_kept: bool) -> BatchPlan:
-        """Return the plan that the core has made of a batch, all fields of it."""
+        """Return the plan that the core has made for all fields of a batch."""
         collection = self._kept if are_kept else self._collection
         assert collection is not None
         included = map(IncludedPlan, collection.tables.transforms)
         return [*included, _batch_items(collection, self._batches[slot].batch)]
 
     def plan_kept(self, index: Int64s, slot: int) -> BatchPlan:
-        """Plan how samples are read that are all in memory."""
+        """Plan the reading of samples that are all in the cache."""
         cache, kept = self._cache, self._kept
         assert cache is not None
         positions = cache.ascending.positions(index)
@@ -249,7 +248,7 @@ class BatchReader:
         return self.planned(slot, are_kept=True)
 
     def plan(self, index: Int64s, request: FillRequest) -> BatchPlan:
-        """Plan how the samples `index` of a batch are read, to the slot of the request."""
+        """Plan the reading of the samples `index` of a batch to the slot of the request."""
         batches = self._batches[request.slot] if self._batches else None
         others: Mapping[int, Ranges] = {}
         if batches is not None and self._plan_columns is not None:
@@ -258,7 +257,7 @@ class BatchReader:
         return self._plan(index, self.slots.memory[request.slot], batches, others, draw)
 
     def draw(self, epoch: int) -> Uint64s | None:
-        """Return what the parts of rows of an epoch are drawn by; None if there are none."""
+        """Return the keys for drawing an epoch's parts of rows; None if none are drawn."""
         drawn = self._drawn
         if self._draws and drawn[0] != epoch:
             drawn = self._drawn = epoch, epoch_keys(self.samplings.config.seed, epoch)
@@ -272,7 +271,7 @@ class BatchReader:
         others: Mapping[int, Ranges],
         draw: Uint64s | None,
     ) -> BatchPlan:
-        """Plan each field for the core or for h5py, except those that `others` has planned."""
+        """Plan each field for the core or for h5py, except those planned in `others`."""
         plans: list[ReadPlan] = []
         for field in range(len(self._layouts)):
             if field in others:
@@ -288,7 +287,7 @@ class BatchReader:
     def _plan_core(
         self, index: Int64s, batches: _Batches, others: Names[int], draw: Uint64s | None
     ) -> list[BatchItems]:
-        """Plan for the core what it reads, except fields that `others` has planned."""
+
         collection, more = batches.collection, list[BatchItems]()
         wanted = [False] * len(self._layouts)
         for field, can_read in enumerate(collection.tables.can_read):
@@ -302,7 +301,7 @@ class BatchReader:
         return more
 
     def _plan_told(self, field: int, index: Int64s, batches: _Batches) -> BatchItems:
-        """Have the core plan a field whose rows, or elements, it is told."""
+        """Have the core plan a field whose row (or element) numbers are passed to it."""
         steps, layout, batch = self._steps[field], self._layouts[field], batches.of_rows[field]
         assert isinstance(steps, SpanRows)
         wanted = [number == field for number in range(len(self._layouts))]
@@ -314,7 +313,7 @@ class BatchReader:
     def _plan_rows(
         self, field: int, index: Int64s, raw: NDArray[Any], draw: Uint64s | None
     ) -> SamplesPlan:
-        """Plan a field for h5py; rows that do not exist are set to zeros here."""
+        """Plan a field for h5py; zero the rows that do not exist."""
         steps, layout = self._steps[field], self._layouts[field]
         if layout.heaps and isinstance(steps, SpanRows):
             runs = steps.runs(index)
@@ -331,7 +330,7 @@ class BatchReader:
     def _samples_plan(
         self, field: int, sample: Int64s, rows: Int64s, index: Int64s, draw: Uint64s | None
     ) -> SamplesPlan:
-        """Return the plan for some rows of a batch of samples `index`."""
+
         draws, nbytes = self._draws.get(field), self._layouts[field].part_nbytes
         if draws is None:
             return SamplesPlan(sample, rows, rows.size * nbytes)
@@ -343,9 +342,9 @@ class BatchReader:
         return self.row_transforms[field].rows(batch)
 
     def left(self, plans: BatchPlan) -> list[LeftRows | SlotBatch]:
-        """Return what the core has left of a batch after the last share, for several threads.
+        """Return the work that the core has left after the last share, split among threads.
 
-        A `SlotBatch` has items that the core has refused: they are read again, or raise an error.
+        A `SlotBatch` has items that the core refused: they are read again, or raise an error.
         """
         found: list[LeftRows | SlotBatch] = []
         for collection, batch in self._by_core(plans):
@@ -367,8 +366,8 @@ class BatchReader:
     ) -> None:
         """Read what the core has left; `H5AsyncError` if bytes cannot be read or decoded.
 
-        `draw` is that of the batch. Errors of what the core has found damaged are added to `damage`
-        instead, if given.
+        `draw`: see `draw`, for the batch's epoch. If `damage` is given, errors for items that the
+        core found damaged are added to it instead of raised.
         """
         if isinstance(left, SlotBatch):
             with self._scratch() as scratch:
@@ -396,8 +395,8 @@ class BatchReader:
     ) -> None:
         """Read and transform samples in the calling thread, to memory with room for them.
 
-        Errors of samples that are damaged are added to `damage` instead of raised, as far as all
-        others are read all the same.
+        If `damage` is given, errors for damaged samples are added to it instead of raised, provided
+        that the other samples can still be read.
         """
         draw = self.draw(epoch)
         if self._reads_at_once and self._read_at_once(index, memory, draw):
@@ -418,14 +417,14 @@ class BatchReader:
                 self.transform(field, raw[:count], out[:count], index)
 
     def _read_at_once(self, index: Int64s, memory: SlotMemory, draw: Uint64s | None) -> bool:
-        """Read no more than a batch in one call of the core; return whether that has read all."""
+        """Read at most a batch in one call of the core; return whether it read everything."""
         collection, spare = self._collection, self._spare
         if collection is None or index.size > self.slots.rows:
             return False
         raw, out, _ = memory
         try:
             reading = spare.pop()
-        except IndexError:  # asked first, another thread could take the last one before `pop`
+        except IndexError:  # (testing first would race with another thread's `pop`)
             batch = collection.new_batch(raw, out, self.slots.rows)
             reading = collection.new_reading(batch, self._new_scratch())
         try:
@@ -436,7 +435,7 @@ class BatchReader:
             spare.append(reading)
 
     def read_by(self, turns: Turns, names: Sequence[str], lasting: Any) -> None:
-        """Have given samples be read as `_read_at_once` does in a call of `turns`, if possible."""
+        """Have `turns` read given samples as `_read_at_once` does, in one call, if possible."""
         if not self._reads_at_once:
             return
         fields: list[tuple[Any, ...]] = []
@@ -446,14 +445,14 @@ class BatchReader:
         turns.may_read(tuple(fields), self._spare, lasting)
 
     def fetch(self, plans: BatchPlan) -> None:
-        """Fetch what the core will read of far sources, in the calling thread."""
+        """Fetch what the core will read from far sources, in the calling thread."""
         if self.far is not None:
             with self._scratch() as scratch:
                 for collection, batch in self._by_core(plans):
                     collection.fetch(batch, scratch)
 
     def to_fetch(self, plans: BatchPlan) -> ByteRanges | None:
-        """Return what the core will read of far sources; None if that is nothing, or all there."""
+        """Return the ranges of far sources to fetch for a batch; None if it has all it needs."""
         held = [batch.held for _, batch in self._by_core(plans) if batch.held is not None]
         if held and not self._has_heaps:
             return None
@@ -469,20 +468,20 @@ class BatchReader:
             ]
 
     def _by_core(self, plans: BatchPlan) -> Iterator[tuple[Collection, SlotBatch]]:
-        """Yield what the core has planned of a batch to read of files, and what reads it."""
+        """Yield the core's plans of a batch that read from files, with their collections."""
         for plan in plans:
             if isinstance(plan, BatchItems) and plan.collection is not self._kept:
                 yield plan.collection, plan.batch
 
     def hold(self, plans: BatchPlan, found: Held | BaseException | None) -> None:
-        """Have a batch read what was fetched; None: forget it. An error is raised."""
+        """Have a batch use fetched ranges; None: forget them. Raises `found` if an exception."""
         if isinstance(found, BaseException):
             raise found
         for collection, batch in self._by_core(plans):
             collection.hold(batch, found)
 
     def ahead(self, request: FillRequest) -> ByteRanges | None:
-        """Return what a request will read of far sources; None if that is not known."""
+        """Return the ranges of far sources that a request will read; None if not known."""
         collection, memory = self._collection, self.slots.memory
         if collection is None or not memory:
             return None
@@ -495,9 +494,9 @@ class BatchReader:
         return union(*self._ranges_of(plans))
 
     def read(self, plans: BatchPlan, share: Sequence[PlanSlice], memory: SlotMemory) -> None:
-        """Do a share of a batch's reading; rows are also transformed if that costs no copy.
+        """Do a share of a batch's reading; also transform rows if that saves a copy.
 
-        `H5AsyncError` is raised if bytes cannot be read or decoded, here as in the methods above.
+        `H5AsyncError` is raised if bytes cannot be read or decoded, as in the methods above.
         """
         with self._scratch() as scratch:
             for part in share:
@@ -507,7 +506,7 @@ class BatchReader:
     def _scratch(self) -> Iterator[Scratch]:
         try:
             scratch = self._free.pop()
-        except IndexError:  # more callers of `run_next` than `num_threads`
+        except IndexError:  # `run_next` has more callers than `num_threads`
             scratch = self._new_scratch()
         scratch.timeline = self.recorder.timeline
         try:
@@ -557,22 +556,22 @@ class BatchReader:
         return isinstance(plan, IncludedPlan) and plan.is_transformed
 
     def _at_once(self, memory: SlotMemory) -> list[NativeTransform | None]:
-        """Return, by field, the transform that the core does as it reads rows."""
+        """Return, by field, the transform that the core does while reading rows."""
         return [
             transform
             if isinstance(transform, NativeTransform)
-            and self._cache is None  # which keeps them as read
+            and self._cache is None  # the cache keeps rows as read
             and raw is not out
             else None
             for transform, raw, out in zip(self._transforms, memory.raw, memory.out, strict=True)
         ]
 
     def transform(self, field: int, raw: NDArray[Any], out: NDArray[Any], index: Int64s) -> None:
-        """Transform rows of a field, of the samples `index`, from `raw` to `out`."""
+        """Transform a field's rows of the samples `index` from `raw` to `out`."""
         steps = self._steps[field]
-        # Which attributes apply depends on the rows.
+        # The row determines which CF attributes apply.
         if isinstance(steps, StepRows) and self.row_transforms[field].cf is not None:
-            rows = steps.rows(index)  # zeros count as packed like the sample's own row
+            rows = steps.rows(index)  # zeros are unpacked with the attributes of the sample's row
             index = np.where(rows == NO_ROW, np.repeat(index, steps.size), rows)
         self._transform_rows(field, self._rows(field, raw), self._rows(field, out), index)
 
@@ -587,7 +586,7 @@ class BatchReader:
     def timed(
         self, stage: str, batch: int, work: Callable[[], T], field: int | str = NO_FIELD
     ) -> T:
-        """Do a stage of a batch; count, and record, the time that it takes this thread."""
+        """Do a stage of a batch; add this thread's time for it to `times`, and record it."""
         begin = time.perf_counter_ns()
         try:
             with self.recorder.ranges(stage):
@@ -597,25 +596,25 @@ class BatchReader:
             self.recorder.note(stage, begin, batch, field)
 
     def record(self, trace: CoreTrace | None) -> None:
-        """Have the core note what it does from now on, in all threads; None: stop."""
+        """Have the core record its work in all threads from now on; None: stop."""
         self._trace = trace
         for scratch in list(self._scratches):
             scratch.record(trace)
 
     @property
     def source_path(self) -> Callable[[int], int | str]:
-        """A function that returns the path of a source of the core, also after this is closed."""
+        """A function from the core's source numbers to paths; valid after this is closed."""
         collection = self._collection
         return (lambda source: source) if collection is None else collection.tables.source_path
 
     def failure(self, request: FillRequest, error: BaseException) -> BaseException:
-        """Return the error of a request that its consumer gets."""
+        """Return the error that the consumer of a request gets."""
         if not is_lack_of_memory(error):
             return error
         return out_of_memory(f"{self.file}: {request} cannot be filled", error)
 
     def done_in_core(self) -> ThreadCounts:
-        """Return what all threads have done so far in the core."""
+        """Return the work of all threads in the core so far."""
         if self.core is None:
             return ThreadCounts()
         done = self.core.Done()
@@ -623,7 +622,7 @@ class BatchReader:
         return counts_of(done)
 
     def done_in_python(self) -> list[tuple[int, ...]]:
-        """Return what each thread has done so far in Python: the numbers of `ThreadCounts`."""
+        """Return the work of each thread in Python so far: the numbers of `ThreadCounts`."""
         return [tuple(vars(scratch.counts).values()) for scratch in list(self._scratches)]
 
     def interrupt(self) -> None:
@@ -631,14 +630,14 @@ class BatchReader:
         self._stop.value = 1
 
     def close(self) -> None:
-        """Release all memory. No thread is reading. Idempotent."""
-        self._workers.value = None  # first: they are the scratches'
+        """Release all memory. Call it when no thread is reading. Idempotent."""
+        self._workers.value = None  # first: it points into the scratches
         self._scratches.clear()
         self._free.clear()
         self._spare.clear()
         self._h5py_rows, self._plan_columns, self._cache = [], None, None
         for _, batch, told in self._batches:
-            for one in (batch, *told.values()):  # an error may keep them, by frames of its callers
+            for one in (batch, *told.values()):  # frames in an error's traceback may keep them
                 one.arrays = one.held = None
         if self._kept is not None:
             self._kept.close()

@@ -1,9 +1,9 @@
-"""Keeps rows in memory for later epochs, and remembers damaged samples, which are left out then.
+"""Keeps rows in memory for later epochs, and remembers damaged samples, to leave them out.
 
-Rows that were read enter; they leave again when their samples come next. If a dataset fits a budget
-(`cache="host"` or `"device"`), the rows of each batch are kept, as read, on first use; of ragged
-and sparse fields, the values of samples. If every sample of a batch was kept, it is read as files
-are, of datasets in memory. Also computes how much memory beside the slots saves work.
+Rows that were read enter; they leave when their samples are next needed. If a dataset fits a budget
+(`cache="host"` or `"device"`), the rows of each batch are kept, as read, on first use; for ragged
+and sparse fields, the values of samples. A batch whose samples are all kept is read from datasets
+in memory, as if these were files. Also computes how much memory besides the slots saves work.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from h5async.read.rereading import Place
 from h5async.samples.fieldkind import Rows, layout_of_values
 from h5async.system.resources import free_memory
 
-_MOST_KNOWN = 10_000  # others are found anew by each batch that has them
+_MOST_KNOWN = 10_000  # damaged samples; each batch with others discovers them anew
 _HOST_SHARE = 0.5  # of free memory, if no budget is given
-# A dataset of encoded chunks that decodes to at most this (labels, for example) is decoded once; as
-# much of small datasets is kept.
+# A field whose encoded chunks decode to at most this (labels, say) is decoded once; its small
+# datasets, if there are many, are kept, too, if both fit.
 _KEPT_WHOLE_NBYTES = 64 << 20
-# The number of groups of chunks that split the same rows and are shared by batches in order.
+# Groups of chunks kept for sequential batches; the chunks of a group split the same rows.
 _IN_ORDER_GROUPS = 4
-_MOST_STAMPS, _BLOCK = 255, 4096  # of samples that are kept, and how many are looked at at a time
+_MOST_STAMPS, _BLOCK = 255, 4096  # different stamps; samples whose stamps are checked at a time
 # The core cuts a batch into this number of items per thread if it has fewer groups (plan.h).
 _ITEMS_OF_THREAD = 4
 
 
 class Residency:
-    """The samples that are in memory, until all are forgotten. Safe to use from many threads.
+    """The samples that are kept in memory, until all are forgotten. Safe to use from many threads.
 
-    All samples of the selection take `nbytes`, on the ``"host"`` or the ``"device"``; `ascending`
-    are the samples in their order there. A sample is there if its stamp, of `stamps`, uint8 (n,),
-    is that of the generation. `state`, int64 (5,), is described in core/src/keep.c: threads of the
-    core change both, without any lock.
+    All samples of the selection take `nbytes` on the ``"host"`` or the ``"device"``, in the order
+    of `ascending`. A sample is kept if its stamp in `stamps`, uint8 (n,), is that of the current
+    generation. `state`, int64 (5,), is described in core/src/keep.c. Threads of the core change
+    both arrays without a lock.
     """
 
     def __init__(self, selection: Selection, nbytes: int, where: str) -> None:
@@ -61,16 +61,16 @@ class Residency:
 
     @property
     def generation(self) -> int:
-        """The number of times that all were forgotten."""
+        """The number of times that all samples were forgotten."""
         return int(self.state[0])
 
     @property
     def has_all(self) -> bool:
-        """Whether all samples are there."""
+        """Whether all samples are kept."""
         return bool(self.state[1] == self.state[0] + 1)
 
     def has(self, index: Int64s) -> bool:
-        """Tell whether all of some samples are there."""
+        """Tell whether all samples of `index` are kept."""
         return self.has_all or bool(self._are_kept(self.ascending.positions(index)).all())
 
     def _are_kept(self, positions: Int64s | slice) -> NDArray[np.bool_]:
@@ -78,7 +78,7 @@ class Residency:
         return kept
 
     def add(self, index: Int64s, generation: int | None = None) -> None:
-        """Note samples whose rows are there now, unless the generation has passed since."""
+        """Mark samples as kept; do nothing if `generation` is given and no longer current."""
         now = self.generation
         if generation not in (None, now):
             return
@@ -96,10 +96,10 @@ class Residency:
             self.state[1] = now + 1
 
     def forget(self) -> None:
-        """Forget all samples: their file has changed."""
+        """Forget all samples, because their file has changed."""
         with self._lock:
             generation = self.generation + 1
-            if generation % _MOST_STAMPS == 0:  # stamps begin anew
+            if generation % _MOST_STAMPS == 0:  # stamps start over
                 self.stamps[:] = 0
             self.state[0] = generation
 
@@ -113,7 +113,7 @@ def _stamp(generation: int) -> int:
 
 
 class Budget(NamedTuple):
-    """The bytes that a cache of all rows needs, and its limit; `whose` says what sets it."""
+    """The bytes that a cache of all rows needs, and the limit; `whose` says who set the limit."""
 
     where: str
     nbytes: int
@@ -133,10 +133,10 @@ class Budget(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where the samples of a batch are kept: int64 (n,), their rows there.
+    """Where the samples of a batch are kept: `begin`, int64 (n,), has their rows in the column.
 
-    If they differ in length, `begin` are first bytes instead, and `offsets`, int64 (n + 1,), are
-    the bytes of the batch to which they belong. `nbytes` are those of a sample, about.
+    If samples differ in length, `begin` has their first bytes instead, and `offsets`, int64
+    (n + 1,), has their byte offsets in the batch. `nbytes` is about the mean size of a sample.
     """
 
     begin: Int64s
@@ -147,14 +147,13 @@ class Places(NamedTuple):
 class KeptColumn:
     """The concatenated rows of all samples of a column, in ascending order of samples.
 
-    `rows` are those of each sample here; None if it is one. Or they are segments of the column
-    whose samples have a row in common, which is kept once. `nbytes` is the memory that `allocate`
-    takes.
+    `rows` has the rows of each sample within the column; None means one each. Or it has segments
+    whose samples share a row, which is kept once. `nbytes` is the memory that `allocate` takes.
     """
 
     def __init__(self, selection: Selection, row_nbytes: int, rows: Rows | Segments) -> None:
         self._row_nbytes, self._size = row_nbytes, selection.size
-        self._firsts: Int64s | None = None  # the first place of samples with each row
+        self._firsts: Int64s | None = None  # position of the first sample with each shared row
         count = selection.size
         if isinstance(rows, Segments):
             firsts = np.unique(np.concatenate((rows.first, rows.end, [0])))
@@ -172,7 +171,7 @@ class KeptColumn:
         self._rows = self._bytes.reshape(self._count, self._row_nbytes)
 
     def places(self, positions: Int64s) -> Places:
-        """Return where samples at these positions are here."""
+        """Return the places of the samples at these positions."""
         if self._firsts is not None:
             positions = np.searchsorted(self._firsts, positions, side="right") - 1
         if self.rows is None:
@@ -182,7 +181,7 @@ class KeptColumn:
         return Places(begin, int(offsets[-1]) // max(1, positions.size) + 1, offsets)
 
     def keep(self, places: Places, start: int, stop: int, raw: NDArray[Any]) -> None:
-        """Keep samples `start` to `stop` of a batch; call `add` once all of it are kept."""
+        """Keep samples `start` to `stop` of a batch; call `add` once the whole batch is kept."""
         here = places.begin[start:stop]
         if places.offsets is None:
             self._rows[here] = _flat(raw[start:stop]).reshape(here.size, self._row_nbytes)
@@ -191,8 +190,8 @@ class KeptColumn:
             _copy_runs(self._bytes, _flat(raw), here, there[:-1], np.diff(there))
 
     def layout(self, like: DatasetLayout) -> DatasetLayout:
-        """Return what is kept as a dataset: each sample a row, or as `rows` says."""
-        # Values with a limit are compared with it again: what is above it was kept, too.
+        """Return the layout of a dataset in memory: one row per sample, or as `rows` says."""
+        # Values with a limit are checked again: those above it were kept, too.
         values = self._rows if like.limit is None else self._rows.view(like.raw_dtype)
         found = layout_of_values(like.file, like.stamp, like.path, values).changed(limit=like.limit)
         if self.rows is not None:
@@ -211,20 +210,20 @@ class KeptColumn:
         )
 
     def plan(self, positions: Int64s) -> SamplesPlan:
-        """Plan how samples at these positions are copied by `copy`, without the core."""
+        """Plan for `copy` the samples at these positions; without the core."""
         rows = self.places(positions).begin if self.rows is None else self.rows.rows(positions)
         return SamplesPlan(rows, np.arange(rows.size), rows.size * self._row_nbytes, are_kept=True)
 
     def copy(self, plan: SamplesPlan, raw: NDArray[Any]) -> None:
-        """Copy what was planned to the memory of a batch."""
+        """Copy the planned rows to the memory of a batch."""
         out = _flat(raw[: plan.sample.size]).reshape(plan.sample.size, self._row_nbytes)
         np.take(self._rows, plan.sample, axis=0, out=out, mode="clip")
 
 
 class HostCache(Residency):
-    """The rows of all samples, in the memory of this machine. Safe to use from many threads.
+    """The rows of all samples, in host memory. Safe to use from many threads.
 
-    `MemoryError` is raised if the system does not give enough for the columns.
+    `MemoryError` is raised if the system refuses the memory for the columns.
     """
 
     def __init__(self, selection: Selection, columns: Sequence[KeptColumn]) -> None:
@@ -234,7 +233,7 @@ class HostCache(Residency):
             column.allocate()
 
     def places(self, index: Int64s) -> list[Places]:
-        """Return where each column of a batch is kept."""
+        """Return the places of a batch's samples in each column."""
         positions = self.ascending.positions(index)
         return [column.places(positions) for column in self.columns]
 
@@ -246,13 +245,13 @@ def open_host_cache(
     cache_bytes: int | None,
     free_nbytes: int,
 ) -> HostCache | Budget:
-    """Reserve memory for the rows of all samples, if there is enough; else return the budget.
+    """Reserve memory for the rows of all samples; return the budget if there is not enough.
 
-    All of it counts, though pages that were never touched cost nothing yet: an epoch touches them.
+    All of it counts, although untouched pages cost nothing yet: an epoch touches them all.
 
-    `row_nbytes` has, by column, the bytes of a row, as read, and `rows` those of each sample, or
-    the segments of columns whose neighbouring samples have a row in common. `cache_bytes` is the
-    limit, by default half of `free_nbytes`: what is free beside all that the reader needs.
+    `row_nbytes` has, by column, the bytes of a row as read; `rows` has the rows of each sample, or
+    the segments of a column whose neighbouring samples share a row. `cache_bytes` is the limit, by
+    default half of `free_nbytes`, the memory that is free besides all that the reader needs.
     """
     if cache_bytes is None:
         cache_bytes = int(free_nbytes * _HOST_SHARE)
@@ -270,14 +269,14 @@ def open_host_cache(
         if not budget.suffices:
             return budget
         if nbytes + selection.size > free_nbytes:  # `Residency` takes a byte per sample
-            return Budget("host", nbytes, free_nbytes, ", which is what is free")
+            return Budget("host", nbytes, free_nbytes, ", all that is free")
         return HostCache(selection, columns)
     except MemoryError:
-        return Budget("host", nbytes, cache_bytes, ": the system does not give as much")
+        return Budget("host", nbytes, cache_bytes, ": the system refused the memory")
 
 
 def kept_rows(ascending: Selection, spans: SpanRows) -> SpanRows:
-    """Return which rows each sample is of those of all samples, concatenated."""
+    """Return the rows of each sample within the concatenated rows of all samples."""
     is_all = ascending.is_prefix and ascending.size == spans.size
     if is_all and not isinstance(spans, StepSpans) and not spans.starts[:1].any():
         return SpanRows(spans.starts)
@@ -291,7 +290,7 @@ def _copy_runs(
     source_begin: Int64s,
     nbytes: Int64s,
 ) -> None:
-    """Copy runs of bytes, from and to places that the caller has checked."""
+    """Copy runs of bytes; the caller has checked all places."""
     core = load_core()
     if core is not None:
         places = [np.ascontiguousarray(one, np.int64) for one in (to_begin, source_begin, nbytes)]
@@ -307,16 +306,16 @@ def _flat(raw: NDArray[Any]) -> NDArray[np.uint8]:
 
 
 def gigabytes(nbytes: int) -> str:
-    """Return a size as text."""
+    """Format a size in bytes for users."""
     return f"{nbytes / 1e9:.2g} GB" if nbytes < 1e12 else f"{nbytes / 1e12:.3g} TB"
 
 
 class Damage:
     """Samples that were found damaged. Safe to use from many threads.
 
-    `steps` are the rows of each sample, by field, and `first_samples` those of each file, and the
-    end. If they are `is_skipped`, batches are filled without them. Unless it `lasts`, no damage is
-    remembered: other parts are read in another epoch.
+    `steps` has the rows of each sample, by field; `first_samples` has the first sample of each
+    file, and the end. If damage `is_skipped`, batches are filled without the samples. Unless it
+    `lasts`, no damage is remembered, as another epoch reads other parts of the rows.
     """
 
     def __init__(self, steps: Sequence[StepRows | SpanRows | None], first_samples: Int64s) -> None:
@@ -328,11 +327,11 @@ class Damage:
         """Remember damaged samples, by number."""
         known = {**self._known[1], **found}
         if self.lasts and len(known) <= _MOST_KNOWN:
-            # Replaced as a whole; of two threads at once, one may lose what it has found.
+            # Replaced as a whole; if two threads add at once, the samples of one may be lost.
             self._known = np.array(sorted(known), np.int64), known
 
     def left_out(self, samples: Int64s) -> tuple[Int64s, list[Skipped]]:
-        """Return the samples of a batch without those that are known to be damaged, and these."""
+        """Split the samples of a batch into those to read, and those known to be damaged."""
         numbers, known = self._known
         if not numbers.size:
             return samples, []
@@ -341,11 +340,11 @@ class Damage:
         return samples[~is_known], [known[one] for one in samples[is_known].tolist()]
 
     def forget(self) -> None:
-        """Forget all of them: a file has changed."""
+        """Forget all of them, because a file has changed."""
         self._known = NO_SAMPLES, {}
 
     def locate(self, error: DamagedError, index: Int64s) -> None:
-        """Have an error name its samples of a batch, if they are known."""
+        """Make an error name the samples of a batch that it concerns, if they are known."""
         place, error.place = error.place, None
         if isinstance(place, Place):
             self.name(error, index[self._samples_at(place, index)])
@@ -353,13 +352,13 @@ class Damage:
             self.name(error, index)
 
     def name(self, error: DamagedError, samples: Int64s) -> None:
-        """Have an error name these samples."""
+        """Make an error name these samples."""
         numbers, first = np.unique(samples), self._first_samples
         in_file = numbers - first[np.searchsorted(first, numbers, side="right") - 1]
         error.samples, error.file_samples = tuple(numbers.tolist()), tuple(in_file.tolist())
 
     def _samples_at(self, place: Place, index: Int64s) -> Int64s:
-        """Return the positions in a batch of samples that have any of some rows of a field."""
+        """Return the positions in a batch of the samples that have any of the rows at `place`."""
         field, rows, are_runs = place
         steps = self._steps[field]
         if steps is None:
@@ -384,15 +383,15 @@ def wanted_kept_nbytes(
     *,
     in_window: bool = False,
 ) -> list[int]:
-    """Return, per field, how much memory for later batches saves work.
+    """Return, per field, the bytes worth keeping for later batches because they save work.
 
-    `rows` are those of each field's samples, and `selected` is the share of all samples that are in
-    an epoch. `in_window` assumes ``shuffle="window"``, whatever the options say.
+    `rows` has the rows of each field's samples; `selected` is the fraction of all samples that an
+    epoch has. `in_window` assumes ``shuffle="window"``, whatever the options say.
     """
     several, wanted = list(layouts.values()), []
     in_window |= config.shuffle == "window"
     drawing = config.weights is not None, config.sampler is not None
-    mixing = config.shuffle, config.bucket, config.batch_values, *drawing  # else in file order
+    mixing = config.shuffle, config.bucket, config.batch_values, *drawing  # none: file order
     is_cached = keeps_chunks(config, layouts, rows)
     for number, layout in enumerate(several):
         nbytes, small_nbytes = kept_whole_nbytes(layout)
@@ -419,10 +418,10 @@ def keeps_chunks(
     rows: Sequence[Rows],
     granted_nbytes: int | None = None,
 ) -> bool:
-    """Tell whether ``cache="host"`` keeps decoded chunks, each decoded once, in place of rows.
+    """Tell whether ``cache="host"`` keeps decoded chunks, each decoded once, instead of rows.
 
-    So parts are cropped out of them, and so it is if all rows are in encoded chunks that the core
-    reads, and all of these fit into `granted_nbytes`, by default what the cache may take.
+    It does if parts of rows are cropped; or if all rows are in encoded chunks that the core reads,
+    and these fit into `granted_nbytes`, by default the limit of the cache.
     """
     several = list(layouts.values())
     if config.cache != "host" or any(layout.crop is not None for layout in several):
@@ -455,16 +454,16 @@ def _window_nbytes(
 def _in_order_nbytes(
     config: ReaderConfig, layout: DatasetLayout, reach: int, selected: float, most: int
 ) -> int:
-    """Return the memory for keeping chunks when samples come in order; at most `most`.
+    """Return the bytes for keeping chunks when samples come in order; at most `most`.
 
     It is for data that consecutive batches share, beyond the chunk or two that are kept in any
     case: groups of chunks that split the same rows, which several batches in flight may need; and
-    chunks that multi-step samples reach back to (`_reach`). If several threads decode one group, it
-    stays until all have got to it, so those of all batches that may be in flight together are kept.
-    The result is 0 if `most` is too little to be useful.
+    chunks that multi-step samples reach back to (`_reach`). If several threads decode a group, it
+    must stay until all have used it, so the groups of all batches in flight at once are kept.
+    Returns 0 if `most` is too little to be useful.
     """
     wanted, threads = 0, max(1, config.filler_threads)
-    spanned = config.batch_size / max(selected, 1e-9)  # rows, by a batch
+    spanned = config.batch_size / max(selected, 1e-9)  # rows of the dataset spanned by a batch
     at_once = max(2, min(config.prefetch, threads))
     for leaf, pieces in pieces_read(layout):
         unit = unit_nbytes(leaf) // max(1, leaf.num_pieces) * pieces
@@ -478,7 +477,7 @@ def _in_order_nbytes(
             continue  # no two batches share a group
         group = unit + pieces * KEPT_OVERHEAD_NBYTES
         least = 2 + -(-reach // samples)
-        is_cut = spanned <= _ITEMS_OF_THREAD * threads * samples  # else a thread decodes a group
+        is_cut = spanned <= _ITEMS_OF_THREAD * threads * samples  # else one thread does a group
         new = int(at_once * spanned) if reach or is_cut else 0
         groups = min(_IN_ORDER_GROUPS + -(-(reach + new) // samples), most // group)
         if groups >= least:
@@ -488,10 +487,10 @@ def _in_order_nbytes(
 
 
 def _reach(rows: Rows) -> int:
-    """Return the number of rows whose chunks stay until no later sample needs them.
+    """Return the number of rows whose chunks are kept until no later sample needs them.
 
-    A row serves as one step of a sample, and later as the previous step of another one; meanwhile
-    all steps advance by the gap between the two.
+    A row is one step of a sample, and later the previous step of another one; in between, all steps
+    advance by the gap between the two.
     """
     if not isinstance(rows, StepRows) or rows.size < 2:
         return 0

@@ -1,10 +1,9 @@
-"""Has batches filled by the core alone: from the request to the filled slot without Python.
+"""Has batches filled by the core alone, without Python between the request and the filled slot.
 
 A `FillRequest` enters in the thread of the consumer, which submits it to the core's queue, with its
-sample numbers if the core does not compute them. If nothing is left to Python, the batch is taken
-from its slot when the core says that it is ready; no other thread has run any Python for it. If
-something is left (data that the core cannot decode, a transform, `postprocess`), a thread of the
-pool continues with it.
+sample numbers if the core does not compute them. If no work is left to Python, the batch is taken
+from its slot when the core reports it ready; no other thread has run any Python for it. If work is
+left (data that the core cannot decode, a transform, `postprocess`), a thread of the pool continues.
 """
 
 from __future__ import annotations
@@ -43,10 +42,11 @@ from h5async.system.interruptions import interruption
 Resume = Callable[[FillRequest, NDArray[np.int64], Sequence[Skipped], bool, bool, int], None]
 
 
-_AHEAD_SAMPLES = 8192  # of an epoch, whose numbers are told at once
-_LEAST_AHEAD, _AHEAD_BATCHES, _AHEAD_EPOCHS = 8, 256, 32  # that are told at once, about
-_AHEAD_MAPPED = 1 << 16  # samples of epochs that have a mapping each, which may be large
-_MORE_ALIKE = 1 << 20  # epochs, which cost nothing
+# Limits of a run of batches, which is passed to the core at once; some are approximate.
+_AHEAD_SAMPLES = 8192  # listed sample numbers of an epoch
+_LEAST_AHEAD, _AHEAD_BATCHES, _AHEAD_EPOCHS = 8, 256, 32
+_AHEAD_MAPPED = 1 << 16  # samples, if each epoch has a mapping of its own, which may be large
+_MORE_ALIKE = 1 << 20  # epochs like the last one, which cost nothing
 _NO_NUMBERS: BatchNumbers = 0, 0, None, None, None
 
 
@@ -71,31 +71,31 @@ class QueuedBatches:
 
     def __init__(self, queue: BatchQueue, samplings: Samplings) -> None:
         self._queue, self._samplings = queue, samplings
-        # As of the queue: what the consumer calls on the way of each batch.
+        # See `BatchQueue`; the consumer calls these for each batch.
         self.drop, self.events = queue.drop, queue.events
         self.wait, self.wake = queue.wait, queue.wake
         self._latest: list[_Submission | None] = [None] * queue.num_slots
         self._lock = threading.RLock()
         self.request_of: Callable[[int, int], FillRequest] = _no_request
         self.turns: Turns | None = None
-        self._taken_before = 0  # by `turns`, before its last run
-        self.is_plain = True  # each field is one array, as it lies in a slot
+        self._taken_before = 0  # batches taken by `turns` before its last run
+        self.is_plain = True  # each field is one array, just as it is in a slot
 
     def sampling(self, request: FillRequest) -> Sampling:
-        """Return the order that a request refers to."""
+        """Return the order of samples that a request refers to."""
         return self._samplings.of(request)
 
     def numbers(self, sampling: Sampling, first: int, epoch: int, start: int) -> Numbers | None:
-        """Return the serials of batches from `first` on, at `start`, to the end of an epoch."""
+        """Return the batches from serial `first`, at position `start`, to the end of an epoch."""
         left = sampling.batches_from(epoch, start)
         last, end = sampling.dealt_at(epoch, start + (left - 1) * sampling.step_samples)
         return Numbers(first + left, 0, 0, end - last)
 
     def run_from(self, request: FillRequest) -> RunEpochs | None:
-        """Return the batches from a request on, of some epochs; None if they cannot be told.
+        """Return a run of batches of some epochs, from a request on; None if they are not known.
 
-        The last ones of the epochs may be short, and all others are alike. They are the more, the
-        more of the last run were taken: to tell them takes longer than a few batches.
+        The last batch of each epoch may be short; all others are alike. The more batches of the
+        previous run were taken, the longer is this one: making it takes longer than a few batches.
         """
         taken = 0 if self.turns is None else self.turns.taken
         most = max(_LEAST_AHEAD + self._queue.num_slots, 4 * (taken - self._taken_before))
@@ -123,18 +123,18 @@ class QueuedBatches:
         return RunEpochs(first, epoch_end, sampling, found) if found else None
 
     def arrays(self, memory: SlotMemory, index: NDArray[np.int64]) -> tuple[Any, ...]:
-        """Return the arrays of a batch of `turns`, which are views of a slot's memory."""
+        """Return the arrays of a batch of `turns`: views of a slot's memory."""
         return tuple([out[: index.size] for out in memory.out])
 
     def views(self, slot: int, memory: SlotMemory) -> tuple[tuple[Any, ...], ...] | None:
-        """Return of what `turns` makes these, by field; None if it cannot."""
+        """Return the whole arrays, by field, of which `turns` makes views; None if it cannot."""
         return tuple([(out,) for out in memory.out])
 
     def submit(self, request: FillRequest, *, is_helped: bool = False) -> None:
         """Have a batch filled. Never blocks; submitting it again has no effect.
 
-        Anything that goes wrong becomes an error of that batch. `is_helped`: the consumer will call
-        `Turns.fill_own` for one of given samples.
+        All errors become errors of that batch. `is_helped`: if the batch is of given samples, the
+        consumer will call `Turns.fill_own` for it.
         """
         is_own = is_helped and request.samples is not None and self.turns is not None
         slot, serial = request.slot, request.serial
@@ -147,12 +147,12 @@ class QueuedBatches:
                 self._queue.submit(slot, serial, numbers, needs_python, is_own)
 
     def has(self, slot: int, serial: int) -> bool:
-        """Tell whether a batch is the last one that was submitted for a slot."""
+        """Tell whether a batch is the latest one submitted for a slot."""
         latest = self._latest[slot]
         return latest is not None and latest.request.serial == serial
 
     def drop_error(self, serial: int) -> None:
-        """Forget the error of a batch: it is raised, and so holds what holds this object."""
+        """Forget the error of a batch once it is raised: its traceback may refer to this object."""
         for slot, latest in enumerate(self._latest):
             if latest is not None and latest.request.serial == serial and latest.error is not None:
                 self._latest[slot] = None
@@ -161,7 +161,7 @@ class QueuedBatches:
         return _Submission(request, _NO_NUMBERS)
 
     def _taken(self, slot: int) -> _Submission:
-        """Return what was submitted for a slot, which a thread has taken from the queue."""
+        """Return the submission for a slot whose batch a thread has taken from the queue."""
         latest, serial = self._latest[slot], self._queue.serial(slot)
         if latest is None or latest.request.serial != serial:
             with self._lock:
@@ -169,7 +169,7 @@ class QueuedBatches:
         return latest
 
     def close(self) -> None:
-        """Release memory and functions. No thread is at work. Idempotent."""
+        """Release memory and callbacks; no thread may be at work. Idempotent."""
         self._queue.close()
         if self.turns is not None:
             self.turns.close()
@@ -180,9 +180,9 @@ class QueuedBatches:
 class Submissions(QueuedBatches):
     """Batches that the core fills.
 
-    `reader` lends scratch memory to threads; `assembly` makes the delivered arrays of a slot's
-    memory; `needs_python` says whether every batch has work left to Python, beside transforms.
-    Batches whose samples a `cache` has are read of that; others are added to it.
+    `reader` lends scratch memory to threads; `assembly` makes the delivered arrays from a slot's
+    memory; `needs_python` says whether every batch has work for Python besides transforms. Batches
+    whose samples are all in a `cache` are read from it; others are added to it.
     """
 
     def __init__(
@@ -194,19 +194,19 @@ class Submissions(QueuedBatches):
         cache: HostCache | None,
     ) -> None:
         super().__init__(queue, reader.samplings)
-        self.index = queue.ready  # of a batch of `turns`, while it is the last one of its slot
+        self.index = queue.ready  # returns samples of a batch of `turns`, the latest of its slot
         self._reader = reader
         self._slots = reader.slots
         self._assembly, self.is_plain = assembly, assembly.is_plain
         self._needs_python = needs_python or not reader.transforms_all
         self._cache = cache
-        self.resume: Resume = do_nothing  # continues a batch of which something is left
-        self.is_fetched: Callable[[int], bool] = _never  # ahead, so that Python has to take it
+        self.resume: Resume = do_nothing  # continues a batch that has work left
+        self.is_fetched: Callable[[int], bool] = _never  # whether ahead, so that Python takes it
 
     # --- the consumer's calls ---------------------------------------------------------------------
 
     def open_turns(self, batch: type, num_samples: int, num_threads: int) -> Turns | None:
-        """Return the turns of the consumer in the core; None if batches need Python."""
+        """Return the consumer's turns in the core; None if batches need Python."""
         core = self._reader.core
         is_view = self._assembly.is_view
         if self._needs_python or not is_view or self.is_fetched is not _never:
@@ -228,29 +228,29 @@ class Submissions(QueuedBatches):
 
     @property
     def are_uploaded(self) -> bool:
-        """Whether the core uploads batches, and so waits until slots may be written to."""
+        """Whether the core uploads batches, and so waits itself until slots are writable."""
         return not self._needs_python and self._slots.uploads is not None
 
     def read_given(self, names: Sequence[str], lasting: Any) -> None:
-        """Have `Turns.read` read any samples, if it can; parameters as of `BatchReader.read_by`."""
+        """Enable `Turns.read` if possible; for parameters see `BatchReader.read_by`."""
         if self.turns is not None and self.is_plain:
             self._reader.read_by(self.turns, names, lasting)
 
     def arrays(self, memory: SlotMemory, index: NDArray[np.int64]) -> tuple[Any, ...]:
-        """Return the arrays of a batch of `turns`, which are views of a slot's memory."""
+        """Return the arrays of a batch of `turns`: views of a slot's memory."""
         return self._assembly.arrays(memory, index, are_checked=True)
 
     def views(self, slot: int, memory: SlotMemory) -> tuple[tuple[Any, ...], ...] | None:
-        """Return of what `turns` makes these, by field; None if it cannot."""
-        offsets = self._queue.offsets  # none if another thread has closed the reader
+        """Return the whole arrays, by field, of which `turns` makes views; None if it cannot."""
+        offsets = self._queue.offsets  # empty if another thread has closed the reader
         return self._assembly.views(memory, offsets[slot]) if offsets else None
 
     def numbers(self, sampling: Sampling, first: int, epoch: int, start: int) -> Numbers | None:
-        """Return the samples of batches from `first` on, at `start`, to the end of an epoch.
+        """Return the samples of batches from serial `first`, at `start`, to the end of an epoch.
 
-        Of fewer batches, if their numbers are to be listed; None if they cannot be told ahead.
+        It is fewer batches if samples must be listed one by one; None if they cannot be known now.
         """
-        cache = self._cache  # Python reads what is not there
+        cache = self._cache  # Python may have to read samples that are not in it
         leaves_any = not self._reader.fills_alone and cache is not None and not cache.has_all
         if self._reader.damage or leaves_any:
             return None
@@ -304,7 +304,7 @@ class Submissions(QueuedBatches):
         return begin, samples.size, None, samples, draw
 
     def result(self, slot: int, serial: int) -> FillOutcome | None:
-        """Return a batch that the core has filled; None if it is not ready, or Python has it."""
+        """Return a batch that the core has filled; None if it is not ready, or left to Python."""
         latest = self._latest[slot]
         if latest is None or latest.request.serial != serial:
             return None
@@ -315,7 +315,7 @@ class Submissions(QueuedBatches):
         count, slots = latest.numbers[1], self._slots.delivered or self._slots.memory
         try:
             index = self._queue.ready(slot, serial, count)
-            if index is None or not slots:  # or the reader was closed meanwhile
+            if index is None or not slots:  # not ready, or the reader was closed meanwhile
                 return None
             arrays = self._assembly.arrays(slots[slot], index, are_checked=True)
             return FillOutcome(index, arrays, skipped=tuple(latest.skipped))
@@ -325,19 +325,19 @@ class Submissions(QueuedBatches):
     # --- the pool's calls -------------------------------------------------------------------------
 
     def put(self, ticket: bool) -> None:
-        """Have one thread continue with work of the pool's heap; False: have all of them end."""
+        """Have one thread continue with the pool's heap; False: have all threads end."""
         if ticket:
             self._queue.put_ticket()
         else:
             self._queue.end()
 
     def get(self) -> bool | Work:
-        """Fill batches until there is work for Python."""
+        """Fill batches until there is work for Python; return it."""
         found = self._reader.take(self._queue.next)
         return found == TICKET if found in (END, TICKET) else self._rest_of(found)
 
     def get_here(self) -> Work | None:
-        """Fill the oldest batch in the calling thread; return what is left, None if none is."""
+        """Fill the oldest batch in the calling thread; return work left; None: nothing to do."""
         found = self._reader.take(self._queue.do_oldest)
         if found == READY:
             return do_nothing
@@ -361,12 +361,12 @@ class Submissions(QueuedBatches):
         self._queue.note_workers(count)
 
     def forget(self) -> None:
-        """Forget all batches; no thread is at work on any."""
+        """Forget all batches; no thread may be at work on any."""
         self._queue.forget()
         self._latest = [None] * len(self._latest)
 
     def close(self) -> None:
-        """Release memory and functions. No thread is at work. Idempotent."""
+        """Release memory and callbacks; no thread may be at work. Idempotent."""
         super().close()
         self.resume, self.is_fetched = do_nothing, _never
 

@@ -150,5 +150,5 @@ def test_without_a_gpu_the_host_decodes(monkeypatch):
     decides = policy(monkeypatch, FakeDevice("cpu"))
     assert decides.sentence == "host: there is no GPU"
     assert decides.plan_columns is None
-    with pytest.raises(DeviceError, match="needs a GPU, and none was found"):
+    with pytest.raises(DeviceError, match="needs a GPU, but none was found"):
         policy(monkeypatch, FakeDevice("cpu"), "device")

@@ -457,10 +457,10 @@ def test_a_stream_that_cannot_be_made_leaves_nothing(cupy, simulation, images, m
 @pytest.mark.parametrize(
     ("where", "error", "said"),
     [
-        ("cudaEventCreateWithFlags", INVALID_VALUE, "no slots can be made .*started again"),
-        ("cudaMalloc", INVALID_VALUE, "no slots can be made .*started again"),
-        ("cudaEventCreateWithFlags", OUT_OF_MEMORY, "do not fit the memory of cuda:0"),
-        ("cuLaunchKernel", INVALID_VALUE, "the kernels could not be run .*started again"),
+        ("cudaEventCreateWithFlags", INVALID_VALUE, "no slots can be made .*restarted"),
+        ("cudaMalloc", INVALID_VALUE, "no slots can be made .*restarted"),
+        ("cudaEventCreateWithFlags", OUT_OF_MEMORY, "do not fit in the memory of cuda:0"),
+        ("cuLaunchKernel", INVALID_VALUE, "the kernels could not be run .*restarted"),
         ("cuLaunchKernel", OUT_OF_MEMORY, "the kernels could not be run .*memory is used up"),
         ("cudaStreamCreateWithFlags", OUT_OF_MEMORY, "no stream can be made .*memory is used up"),
     ],
@@ -491,7 +491,7 @@ def test_a_thread_that_cannot_be_started_is_no_matter_of_compiling(cupy, images,
 
     started = []
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    with pytest.raises(ReadError, match="a GPU: the system gives this process no more threads"):
+    with pytest.raises(ReadError, match="a GPU: the system allows this process no more threads"):
         AsyncReader(**options(images))
 
 
@@ -538,7 +538,7 @@ def test_slots_that_do_not_fit_are_a_device_error_that_keeps_no_memory(cupy, sim
     cupy.get_default_memory_pool().free_all_blocks()
     used, pinned = simulation.used_nbytes(0), simulation.pinned_nbytes()
     simulation.set_memory(0, used + (1 << 20))
-    with pytest.raises(DeviceError, match="do not fit the memory of cuda:0") as caught:
+    with pytest.raises(DeviceError, match="do not fit in the memory of cuda:0") as caught:
         AsyncReader(**options(images, batch_size=N, prefetch=8, decode="host"))
     gc.collect()
     assert caught.value.__cause__ is not None
@@ -617,7 +617,7 @@ def test_encoded_chunks_count_as_part_of_batches(cupy, images, decode):
     slots = 2 * BATCH * (16 * 16 * 3 * (1 + 4) + 8)  # as read, and as delivered; the labels
     more = {"decode": decode, "prefetch": 2, "max_batch_bytes": slots + 1000}
     if decode == "device":
-        with pytest.raises(DeviceError, match="that max_batch_bytes leaves them"):
+        with pytest.raises(DeviceError, match="but max_batch_bytes leaves only"):
             AsyncReader(**options(images, **more))
         return
     with AsyncReader(**options(images, **more)) as reader:

@@ -217,7 +217,7 @@ def test_without_a_gpu_it_says_what_to_do(path, cuda, monkeypatch):
     with pytest.raises(DeviceError, match=r"no GPU; .*set it to torch.cuda.is_available"):
         AsyncReader(**options(path))
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(DeviceError, match="PyTorch pins memory, and is not installed"):
+    with pytest.raises(DeviceError, match="PyTorch, which pins memory, is not installed"):
         AsyncReader(**options(path))
 
 

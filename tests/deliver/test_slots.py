@@ -90,7 +90,7 @@ def test_where_workers_broke_down_nobody_waits_for_ever() -> None:
     ring.fail(RuntimeError("the first"))
     ring.fail(RuntimeError("the second"))
     assert take(ring) == (0, 0, "a")
-    with pytest.raises(H5AsyncError, match=r"broke down \(RuntimeError: the first\)"):
+    with pytest.raises(H5AsyncError, match=r"reader failed \(RuntimeError: the first\)"):
         ring.wait(DEADLOCK_SECONDS)
     ring.filled(1, "b")
     assert take(ring) == (1, 1, "b")

@@ -233,7 +233,7 @@ def test_names_of_what_it_returns_may_be_given(path):
         ({"a": [1]}, ("a", "b"), "a mapping of a; it must return a, b"),
         (([1], [2]), ("a", "b", "c"), "returned 2; it must return 3 arrays"),
         (None, ("a",), "returned NoneType"),
-        ([1, 2, 3], None, "it must return 2 arrays, or None when it worked in place, or a mapping"),
+        ([1, 2, 3], None, "it must return 2 arrays, or None if it works in place, or a mapping"),
     ],
     ids=str,
 )
