@@ -187,7 +187,7 @@ def read_blocks(
     """Yield the values of a dataset block by block, each with the number of its first sample.
 
     Blocks share their memory. Values are in the dataset's byte order. All of them (at
-    `kept_itemsize` bytes, if kept in another form) must fit in memory; else `BudgetError` is
+    `kept_itemsize` bytes, if kept in another form) must fit in `reach.room`; else `BudgetError` is
     raised. Unless `may_use_h5py`, the core must read them: h5py would return references to its own
     memory.
 
