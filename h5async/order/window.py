@@ -295,7 +295,7 @@ class DealtOrder(Order):
         return self._piece_of(rank, number).samples(number, start - had, stop - had)
 
     def _run(self, position: int) -> tuple[int, int]:
-        """Return the rank whose run has a position, since the first epoch, and what is left of it."""
+        """Return the rank whose run has a position since the first epoch, and the run's rest."""
         size, ranks = self._batch_size, self._ranks
         steps, left = divmod(self._epoch_samples, size * ranks)
         step, inside = divmod(position % self._epoch_samples, size * ranks)
