@@ -283,7 +283,7 @@ class Channel:
     def __init__(self, end: _socket.socket) -> None:
         end.setblocking(True)  # `socket.setdefaulttimeout` may have set a timeout
         self._socket = end
-        # Held while sending, so that the descriptor is not closed, and its number reused, meanwhile.
+        # Held while sending, so that the descriptor is not closed and its number reused meanwhile.
         self._sending = threading.Lock()
         self._received = bytearray()
 
