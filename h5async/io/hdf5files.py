@@ -43,10 +43,10 @@ _FORMATS = (  # offset of the signature, the signature, the format
     (0, b"\x28\xb5\x2f\xfd", "compressed by Zstandard; unzstd it"),
     (0, b"PK\x03\x04", "a zip archive, like .npz and zipped Zarr; unpack it"),
     (257, b"ustar", "a tar archive; unpack it"),
-    (0, b"CDF\x01", "netCDF-3; `nccopy -k nc4 OLD NEW` makes netCDF-4 of it, which is HDF5"),
-    (0, b"CDF\x02", "netCDF-3; `nccopy -k nc4 OLD NEW` makes netCDF-4 of it, which is HDF5"),
-    (0, b"CDF\x05", "netCDF-3; `nccopy -k nc4 OLD NEW` makes netCDF-4 of it, which is HDF5"),
-    (0, b"\x0e\x03\x13\x01", "HDF4; `h4toh5 OLD NEW` makes HDF5 of it"),
+    (0, b"CDF\x01", "netCDF-3; `nccopy -k nc4 OLD NEW` converts it to netCDF-4, which is HDF5"),
+    (0, b"CDF\x02", "netCDF-3; `nccopy -k nc4 OLD NEW` converts it to netCDF-4, which is HDF5"),
+    (0, b"CDF\x05", "netCDF-3; `nccopy -k nc4 OLD NEW` converts it to netCDF-4, which is HDF5"),
+    (0, b"\x0e\x03\x13\x01", "HDF4; `h4toh5 OLD NEW` converts it to HDF5"),
     (0, b"MATLAB 5.0 MAT-file", "an older .mat file of MATLAB; save it there with '-v7.3'"),
     (0, b"\x89h5async\r\n\x1a\n", "a saved index of h5async; its name has to end in .h5idx"),
     (0, b"\x93NUMPY", "a .npy file of NumPy"),
@@ -118,8 +118,8 @@ def reason_unopened(file: str | RawIOBase, error: Exception) -> str:
             found = _content_reason(opened)
         if found is None and "already open for write" in str(error):
             return (
-                "it is open for writing, or its writer ended without closing it; close it, or where"
-                " nobody writes to it any more, `h5clear -s FILE` clears its mark"
+                "it is open for writing, or its writer ended without closing it; close it, or, if"
+                " nothing writes to it any more, run `h5clear -s FILE`"
             )
         return found or str(error)
     except (OSError, ValueError) as reason:
@@ -127,8 +127,8 @@ def reason_unopened(file: str | RawIOBase, error: Exception) -> str:
             raise
         if isinstance(file, str) and scheme_of(file):
             return (
-                f"h5async does not read from {scheme_of(file)}://; copy the file, or mount where it"
-                " lies, and name a local path"
+                f"h5async does not read from {scheme_of(file)}://; copy the file, or mount its"
+                " storage, and name a local path"
             )
         if isinstance(reason, FileNotFoundError | ValueError):  # the latter: a NUL in it
             return "there is no such file"
@@ -139,9 +139,9 @@ def reason_unopened(file: str | RawIOBase, error: Exception) -> str:
 def _lock_reason(error: Exception) -> str:
     if getattr(error, "errno", None) in _LOCKED:
         return (
-            "it is locked by a writer: another process has it open for writing; wait until that"
-            " has closed it. (The environment variable HDF5_USE_FILE_LOCKING=FALSE opens it all"
-            " the same, while it may be incomplete.)"
+            "it is locked by a writer: another process has it open for writing; wait until it is"
+            " closed there. (With the environment variable HDF5_USE_FILE_LOCKING=FALSE it opens"
+            " anyway, but may be incomplete.)"
         )
     return (
         f"its file system does not lock files ({error}); set the environment variable"

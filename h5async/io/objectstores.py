@@ -76,7 +76,7 @@ class RemoteSource(Source):
         self._beginning = memoryview(beginning)
         self._waiting = SideBySide()
         tag = meta["e_tag"] or meta["version"]
-        self.identity = "its ETag" if tag else "the date and the size that its server tells"
+        self.identity = "its ETag" if tag else "the date and size that its server reports"
         self._stamp = FileStamp.of_tag(tag or meta["last_modified"].isoformat(), meta["size"])
         has_strong_tag = meta["e_tag"] and not meta["e_tag"].startswith("W/")
         self._condition = {"if_match": meta["e_tag"]} if has_strong_tag else {}
@@ -145,7 +145,7 @@ class RemoteSource(Source):
         known, told = self.meta, answer.meta
         tag = known["e_tag"]
         if told["size"] == known["size"] and tag and told["e_tag"] in (None, "", f"W/{tag}"):
-            return found, "answers of its server lack the ETag that says whether it was replaced"
+            return found, "its server's responses lack the ETag, which shows if it was replaced"
         if any(told[y] != known[y] for y in ("size", "e_tag" if tag else "last_modified")):
             raise replaced(self._name)
         sent = f"the server sent {found.nbytes:,} of {end - offset:,} bytes at byte {offset:,}"
@@ -196,7 +196,7 @@ class RemoteStore(Store):
         if scheme_of(name) in WEB:
             if "*" in name.partition("?")[0]:
                 raise ConfigError(
-                    f"{name}: the web has no lists of files for a glob; name each of them"
+                    f"{name}: web servers have no lists of files for a glob; name each file"
                 )
             return None
         found = _MAGIC.search(place.key)

@@ -216,7 +216,7 @@ class _Cause(NamedTuple):
     number: int = errno.EIO
 
 
-_CREDENTIALS = f"give them as {named('storage_options')}, or log in as the cloud's own tools do"
+_CREDENTIALS = f"give them as {named('storage_options')}, or log in with the cloud's own tools"
 _NETWORK = "check the name, the endpoint and the network"
 _CAUSES = (
     _Cause(
@@ -250,11 +250,11 @@ _CAUSES = (
     ),
     _Cause(
         "RangeNotSupported|non-partial response",
-        "the server does not answer requests of ranges",
+        "the server does not support range requests",
         errno.EOPNOTSUPP,
     ),
-    _Cause(r"Requested \d+\.\.\d+, got", "the server sent another range than it was asked for"),
-    _Cause("dns error", f"its host is not known; {_NETWORK}"),
+    _Cause(r"Requested \d+\.\.\d+, got", "the server sent another range than the requested one"),
+    _Cause("dns error", f"its host is unknown; {_NETWORK}"),
     _Cause(
         "InvalidCertificate|InvalidMessage|[Cc]ertificate",
         "the server's certificate is not trusted, or it does not speak TLS; check the URL, or give"
@@ -286,7 +286,7 @@ def failure(error: Exception, name: str) -> OSError:
             return OSError(cause.number, cause.reason, name)
     status = re.search(r"status: (\d{3})|status code: (\d{3})", text)
     if status is not None:
-        reason = f"the server answers with status {status[1] or status[2]}"
+        reason = f"the server answered with status {status[1] or status[2]}"
     else:  # (URLs may be signed)
         first = str(error).partition("\n")[0]
         reason = re.sub(r"\b\w+://\S+", "its URL", first)

@@ -286,7 +286,7 @@ def _refusal(nbytes: int, error: Exception) -> OutOfMemoryError:
     number = getattr(error, "errno", None)
     largest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if number == errno.EFBIG and largest != resource.RLIM_INFINITY:
-        hint = "raise the limit on the size of files (ulimit -f): it holds for shared memory, too"
+        hint = "raise the limit on the size of files (ulimit -f): it also limits shared memory"
     elif number == errno.ENOMEM:
         hint += ", or raise the limits on address space (ulimit -v) and on maps (vm.max_map_count)"
     return OutOfMemoryError(

@@ -117,8 +117,8 @@ def lies_at(path: str, stamp: FileStamp) -> bool:
 def changed(path: str, what: str) -> ReadError:
     """Return the error for a file that was changed under a reader."""
     return ReadError(
-        f"{path} was changed while it was being read: {what}; make a new reader, which reads it as"
-        " it is now (and a new saved index before that, if one was named)"
+        f"{path} was changed while it was being read: {what}; make a new reader to read it as it is"
+        " now (after making a new saved index, if one was named)"
     )
 
 
@@ -127,12 +127,12 @@ def replaced(path: str) -> ReadError:
     if scheme_of(path):
         return ReadError(
             f"{path} was replaced by another one after it had been indexed; make a new reader, or a"
-            " new index, which reads the new one"
+            " new index, to read the new one"
         )
     return ReadError(
-        f"{path} was replaced by another file after it had been indexed, and was not kept open:"
-        " only as many files are as the limit of open files allows (ulimit -n), and none of a saved"
-        " index that was named; make a new reader, or a new index, which reads the new file"
+        f"{path} was replaced by another file after it had been indexed, and was not kept open"
+        " (because of the limit on open files, ulimit -n, or because a saved index was named);"
+        " make a new reader, or a new index, to read the new file"
     )
 
 

@@ -148,7 +148,7 @@ class LocalState(Source):
             source = LocalSource(file.fileno())
             found = source.get_ranges(offsets, lengths)
             if not source.stamp().has_content_of(self._stamp):
-                raise changed(self._path, "what is kept of it is of its former state")
+                raise changed(self._path, "its cached bytes are from its former state")
         return found
 
     def close(self) -> None:

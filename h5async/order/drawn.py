@@ -234,13 +234,13 @@ class SamplerOrder(Order):
             return np.zeros(0, np.int64)
         if found.dtype.kind not in "iu" or found.ndim != 1:
             raise ConfigError(
-                f"sampler: must draw integers, or lists of them, and drew {drawn[0]!r} for epoch"
+                f"sampler: must draw integers, or lists of them, but drew {drawn[0]!r} for epoch"
                 f" {epoch}"
             )
         least, most = int(found.min()), int(found.max())
         if least < 0 or most >= self._num_samples:
             raise ConfigError(
-                f"sampler: sample {least if least < 0 else most} was drawn for epoch {epoch}, and"
+                f"sampler: sample {least if least < 0 else most} was drawn for epoch {epoch}, but"
                 f" the dataset has samples 0 to {self._num_samples - 1}"
             )
         numbers = found.astype(np.int64)

@@ -155,7 +155,7 @@ def check_interpreter() -> None:
     elif os.environ.get(MARK) == str(os.getppid()):
         what = (
             f"{sys.executable} was started as one, and is another program, or imports a module that"
-            ' makes readers (which it should do below `if __name__ == "__main__":`)'
+            ' makes readers (move that below `if __name__ == "__main__":`)'
         )
     if what is not None:
         raise ConfigError(

@@ -52,7 +52,7 @@ from h5async.samples.assembly import SlotMemory
 from h5async.spelling import named
 from h5async.system.timeline import ThreadCounts, Timeline
 
-_FOUND = "was changed while the reader was made, of which helper processes have found two versions"
+_FOUND = "was changed while the reader was made: helper processes found two versions"
 
 
 class HelperFiller(Workers):

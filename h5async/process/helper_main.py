@@ -144,7 +144,7 @@ class _Helper:
         except BaseException as error:  # for example, the module of `postprocess` is not importable
             raise ConfigError(
                 f"postprocess cannot be loaded in the helper process ({type(error).__name__}:"
-                f" {error}); make its module one that a new interpreter can import, or read"
+                f" {error}); make sure that a new interpreter can import its module, or read"
                 f" with {named('workers', 'thread')}"
             ) from error
         # This thread only receives, so that the reader never waits for it.
@@ -288,8 +288,8 @@ class HelperSlots:
         """Copy an array to its room; describe the copy."""
         if array.dtype.hasobject:
             raise PostprocessError(
-                f"postprocess returned dtype {array.dtype}: Python objects cannot lie in memory"
-                " that processes share; return numbers or fixed-size strings, or read with"
+                f"postprocess returned dtype {array.dtype}: Python objects cannot be in shared"
+                " memory; return numbers or fixed-size strings, or read with"
                 f" {named('workers', 'thread')}"
             )
         offset, nbytes = self.rooms[slot].get(number, (0, 0))

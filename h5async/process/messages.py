@@ -50,8 +50,8 @@ _SEND_FLAGS = getattr(_socket, "MSG_NOSIGNAL", 0)
 
 _MAX_CAUSES = 8
 _FOUND = (
-    "has changed since the reader was made, which a new helper process found when it took the"
-    " place of one that died"
+    "has changed since the reader was made, as a new helper process found that replaces one that"
+    " died"
 )
 _KNOWN = {kind for kind in vars(errors).values() if isinstance(kind, type)}
 
@@ -79,7 +79,7 @@ class Opened(NamedTuple):
         elif not are_same(tuple(self.static.values()), tuple(now.static.values())):
             what = "a value of the whole dataset"
         elif not self.chosen.is_same(now.chosen):
-            what = "what indices or weights are read from"
+            what = "the source of indices or weights"
         elif not all(  # the meaning of codes, and which columns are delivered
             type(one) is type(other) and one.is_same(other)
             for one, other in zip(self.kinds.values(), now.kinds.values(), strict=True)

@@ -441,7 +441,7 @@ class Supervisor:
             return False
         if isinstance(error, HelperDied):  # (logged as text: handlers may keep their arguments)
             _log.warning(
-                "%s: %s; another helper takes its place, and goes on with what it had to deliver",
+                "%s: %s; another helper takes its place, and continues its work",
                 self._what,
                 str(error),
             )

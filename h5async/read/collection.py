@@ -117,7 +117,7 @@ class Collection:
             None if draw is None else address(draw),
         )
         if planned < 0:
-            raise IndexError(f"a batch of {count} samples has one that there is not, or too many")
+            raise IndexError(f"a batch of {count} samples is too large, or has one out of range")
         if not planned:
             raise MemoryError("no memory is left for the plan of a batch")
         return plan.num_items, plan.nbytes

@@ -197,7 +197,7 @@ def read_blocks(
     count = layout.num_samples
     if math.prod(layout.shape) != count:
         raise DatasetError(
-            f'{layout.file}: dataset "{layout.path}" must have one value for each sample, and has'
+            f'{layout.file}: dataset "{layout.path}" must have one value for each sample, but has'
             f" shape {layout.shape}"
         )
     nbytes = max(count * max(layout.dtype.itemsize, kept_itemsize), layout.chunk_nbytes)

@@ -190,7 +190,7 @@ class FallbackReader:
         """Open a dataset so that HDF5 finds the other files that were permitted, and no more."""
         is_alone = not layout.attached and all(y.file == layout.file for y in layout.origins())
         if not is_alone and not store_of(layout.file).is_local:
-            raise ValueError(f"its values lie in other files, too; it {LOCAL_ONLY}")
+            raise ValueError(f"some of its values are in other files; it {LOCAL_ONLY}")
         file = self._file(layout)
         if (layout.file, layout.path) not in self._with_filters:
             for entry in {entry for y in layout.origins() for entry in y.filters}:
@@ -223,7 +223,7 @@ class FallbackReader:
                 raise replaced(path)
             self.changes_found += 1
             if layout.heaps:
-                raise changed(path, "whether its values still lie where they did is unknown")
+                raise changed(path, "its values may not be in the same places any more")
             self._files.discard(path)  # HDF5 would go on using its copies in memory
             self._changes.look_at(path, known, now)
             self._stamps[path] = now

@@ -133,7 +133,7 @@ class FarSources:
             self.use_mirror(number, source.mirror)
         arrays = [np.frombuffer(memoryview(one), np.uint8) for one in found]
         if [array.size for array in arrays] != list(lengths):
-            raise ReadError(f"{file.path} cannot be read: its store gave too few bytes")
+            raise ReadError(f"{file.path} cannot be read: its store returned too few bytes")
         return arrays
 
     def count(self, done: FetchCounts) -> None:

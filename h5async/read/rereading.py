@@ -127,7 +127,7 @@ class Rereader:
             # Removing a file changes no more than its status.
             if not now.has_content_of(stamp) or source.has_name:
                 if self._changes is None or known.is_heap:
-                    raise changed(path, "whether it still holds what was indexed is unknown")
+                    raise changed(path, "it may not hold what was indexed any more")
                 name = f"{'/proc/self' if sys.platform == 'linux' else '/dev'}/fd/{file.fd}"
                 self._changes.look_at(path, stamp, now, open_name=name, may_grow=has_swmr_writer)
             self._tables.restamp(path, now, is_heap=known.is_heap)
