@@ -201,7 +201,7 @@ class KeptSource(SourceOver):
         return self
 
     def close(self) -> None:
-        """Close the source; what was returned remains valid."""
+        """Close the source; returned buffers remain valid."""
         super().close()
         self._mirror = None
 

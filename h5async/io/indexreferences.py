@@ -1,4 +1,4 @@
-"""Guesses what HDF5 will read of B-trees, arrays and heaps: chunk indices, links, attributes.
+"""Guesses which B-trees, arrays and heaps HDF5 will read: chunk indices, links, attributes.
 
 The bytes of a structure enter; the places that it refers to leave, as the HDF5 File Format
 Specification (version 3.0) describes them. A `Place` is a structure in the file; a `Cursor` reads

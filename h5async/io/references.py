@@ -1,4 +1,4 @@
-"""Guesses what HDF5 will read of objects: superblocks, object headers, groups of any version.
+"""Guesses which metadata HDF5 will read: superblocks, object headers, groups of any version.
 
 The bytes of a structure enter; the places that it refers to leave, as the HDF5 File Format
 Specification (version 3.0) describes them. A guess only saves time: HDF5 reads and checks

@@ -174,7 +174,7 @@ class Source(ABC):
 
     @abstractmethod
     def stamp(self) -> FileStamp:
-        """Return the state of what is open."""
+        """Return the state of the open source."""
 
     @abstractmethod
     def get_ranges(self, offsets: Sequence[int], lengths: Sequence[int]) -> Sequence[Buffer]:
@@ -215,7 +215,7 @@ class SourceOver(Source):
         self.identity, self.at_once = source.identity, source.at_once
 
     def stamp(self) -> FileStamp:
-        """Return the state of what is open."""
+        """Return the state of the other source."""
         return self.source.stamp()
 
     @property

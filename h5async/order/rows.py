@@ -323,7 +323,7 @@ class SequenceTable:
         return Selection.of_numbers(found)
 
     def digest(self) -> str:
-        """Return a short hash, which only equal tables share."""
+        """Return a short hash that only equal tables share."""
         found = hashlib.blake2b(self.starts.astype("<i8").tobytes(), digest_size=16)
         found.update(self.ends.astype("<i8").tobytes())
         for name, lengths in sorted(self.lengths.items()):

@@ -157,7 +157,7 @@ class Selection:
         return np.clip(-((self.start - samples) // self.step), 0, self.size)
 
     def digest(self) -> str:
-        """Return a short text, which only equal selections share."""
+        """Return a short text that only equal selections share."""
         if self.numbers is None:
             step = 1 if self.size == 1 else self.step
             return f"{self.start}:{step}:{self.size}"

@@ -406,7 +406,7 @@ class Scratch:
             self.counts.gil_wait_ns += monotonic_ns() - returned_ns
 
     def require_open(self) -> None:
-        """Raise `ReaderClosedError` if the reader is being closed: the rest is not wanted."""
+        """Raise `ReaderClosedError` if the reader is being closed: the rest is not needed."""
         if self.stop.value:
             raise ReaderClosedError(CLOSED)
 

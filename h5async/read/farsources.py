@@ -51,7 +51,7 @@ class Held(NamedTuple):
 
 
 class FetchCounts(NamedTuple):
-    """Counts of what was fetched so far, summed over all requests and all batches."""
+    """Counts of fetched bytes, requests and times so far, summed over all requests and batches."""
 
     requests: int = 0
     requested_nbytes: int = 0
