@@ -1,4 +1,4 @@
-"""Opens sources of rows by their names, and makes memory.
+"""Opens sources of rows by name, and makes memory.
 
 A name and byte ranges enter; bytes in the caller's memory leave. Stamps identify states of sources.
 """

@@ -1,15 +1,14 @@
-"""Keeps on a local disk what was read from sources: a source enters; one that reads less leaves.
+"""Caches the bytes of sources on a local disk: a source enters; one with a cache leaves.
 
-Each source has a mirror: a sparse file with the bytes that were read, in their places, and behind
-them a checksum for each block. All processes of a node map it for reading: so the system keeps one
-copy, in its page cache. The core reads rows and chunks out of the map, and asks here only for what
-is missing there; metadata are read here. It is written by calls, because a store into a map of a
-full disk ends the process. A block is written before its checksum, and a process trusts a block
-after it has compared the two: so nothing depends on how the last writer, or the machine, came to
-its end.
+Each source has a *mirror*: a sparse file with the bytes that were read, at their offsets, followed
+by a checksum for each block. All processes of a node map it for reading, so the system keeps one
+copy in its page cache. The core reads rows and chunks from the map, and asks this module only for
+missing bytes; metadata are read here. Mirrors are written by system calls, because storing into a
+map ends the process if the disk is full. A block is written before its checksum, and a process
+trusts a block after comparing the two, so a crash of a writer, or of the machine, does no harm.
 
-The name of a mirror consists of digests of the source's name and of its state: a source that was
-changed has another one. `cache_bytes` limits what all mirrors in a folder take.
+The name of a mirror consists of digests of the source's name and state: a changed source has
+another mirror. `cache_bytes` limits the disk space of all mirrors in a folder.
 """
 
 from __future__ import annotations
@@ -54,16 +53,16 @@ _HEAD = struct.Struct("<16sIIQ32s")  # signature, format, bytes of a block and o
 _SIGNATURE, _FORMAT = b"\x89h5async-mirror\n", 2
 # Odd, so that a single different word shows; the same in all processes.
 _WEIGHTS = np.frombuffer(hashlib.shake_128(b"h5async").digest(BLOCK), "<u8") | np.uint64(1)
-_SHARE = 2  # the default limit is a half of the room
+_SHARE = 2  # the default limit is half of the room
 _LEAST_NBYTES, _MEASURED_PARTS, _MEASURED_SECONDS = 1 << 20, 8, 1.0
 
 _log = logging.getLogger("h5async.reader")
 
 
 def keeping(name: str, source: Source) -> Source:
-    """Return a source that keeps what is read of another one, if its name says where.
+    """Return a source that keeps the bytes read from `source`, if its name says where.
 
-    If that fails, the other one is closed.
+    If that fails, `source` is closed.
     """
     kept = name.kept if isinstance(name, SourceName) else None
     try:
@@ -75,23 +74,23 @@ def keeping(name: str, source: Source) -> Source:
 
 @functools.cache
 def disk_cache(kept: Kept) -> DiskCache:
-    """Return this process's cache in a folder; raises as `DiskCache`."""
+    """Return this process's cache in a folder; raises like `DiskCache`."""
     return DiskCache(*kept)
 
 
 class DiskCache:
-    """The mirrors in a folder, as one process uses them. Safe to use from many threads.
+    """The mirrors in a folder, for one process. Safe to use from many threads.
 
-    `limit` bounds the bytes on the disk of all mirrors in the folder, also those of other readers;
-    None: half of what is free, or taken by them. `ConfigError` is raised if the folder cannot be
-    made, or not written to.
+    `limit` bounds the disk space of all mirrors in the folder, including those of other readers;
+    None: half of the free space and the mirrors together. `ConfigError` is raised if the folder
+    cannot be made or written to.
     """
 
     def __init__(self, folder: Path, limit: int | None = None) -> None:
         self.folder = folder
         self._lock = threading.Lock()
         self._trouble = ""
-        self._left = self._allowed = 0  # bytes, when last measured, and without measuring again
+        self._left = self._allowed = 0  # bytes: left in all, and until room is measured again
         self._measured = -_MEASURED_SECONDS
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -108,7 +107,7 @@ class DiskCache:
 
     @property
     def nbytes(self) -> int:
-        """What all mirrors in the folder take of the disk."""
+        """The disk space of all mirrors in the folder."""
         taken = 0
         with suppressing(OSError), os.scandir(self.folder) as entries:
             for entry in entries:
@@ -118,19 +117,19 @@ class DiskCache:
         return taken
 
     def __str__(self) -> str:
-        """Tell where and what is kept, and why no more is."""
+        """Describe where and how much is kept, and why no more is."""
         text = f"disk: {self.nbytes:,} of at most {self.limit:,} bytes in {self.folder}"
         return f"{text}; {self._trouble}" if self._trouble else text
 
     def keeping(self, name: str, source: Source) -> Source:
-        """Return a source that keeps what is read of another one, which is closed with it."""
+        """Return a source that keeps the bytes read from `source`, which is closed with it."""
         return KeptSource(self, name, source) if source.stamp().nbytes > 0 else source
 
     def take(self, nbytes: int) -> bool:
-        """Take room for some bytes more; tell whether there was any.
+        """Reserve room for more bytes; return whether there was enough.
 
-        Other processes take room, too: it is measured before an eighth of it is used, and every
-        second.
+        Other processes take room, too, so it is measured again when an eighth of it is used, and
+        every second.
         """
         with self._lock:
             is_fresh = time.monotonic() < self._measured + _MEASURED_SECONDS
@@ -147,7 +146,7 @@ class DiskCache:
         return is_there
 
     def give_up(self, reason: str) -> None:
-        """Note why something is not kept; the first reason is logged."""
+        """Record the reason why something is not kept; the first one is logged."""
         with self._lock:
             is_first, self._trouble = not self._trouble, reason
         if is_first:
@@ -158,17 +157,17 @@ class DiskCache:
     ) -> Mirror | None:
         """Open or make the mirror of a source; None if that fails.
 
-        `removes_others`: those of its other states are removed; who has them open keeps them.
+        `removes_others` removes mirrors of other states; processes that have them open keep them.
         """
-        # (A network file system has another device each time it is mounted; a new name, or mode, of
-        # a file is no other content.)
+        # (Without the device, which changes when a network file system is mounted again, and the
+        # status time: a new name or mode of a file is not new content.)
         of_name, of_state = _digest(name, 16), _digest(repr(stamp[1:4]), 16)
         path = self.folder / f"{of_name}-{of_state}{SUFFIX}"
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with _locked(self.folder):
                 found = Mirror(path, stamp.nbytes, f"{of_name}{of_state}".encode())
-                is_to_search = removes_others and found.is_new  # which takes long in a large folder
+                is_to_search = removes_others and found.is_new  # searching a large folder is slow
                 for other in self.folder.glob(f"{of_name}-*{SUFFIX}") if is_to_search else ():
                     if other != path:
                         other.unlink()
@@ -179,10 +178,10 @@ class DiskCache:
 
 
 class KeptSource(SourceOver):
-    """A source whose bytes are also kept in a mirror, or come from there.
+    """A source whose bytes are kept in a mirror, and read from there.
 
-    Bytes are fetched in whole blocks. What does not fit, or cannot be kept, is read from the source
-    each time.
+    Bytes are fetched in whole blocks. Blocks that do not fit, or cannot be kept, are read from the
+    source each time.
     """
 
     def __init__(self, cache: DiskCache, name: str, source: Source) -> None:
@@ -192,22 +191,22 @@ class KeptSource(SourceOver):
 
     @property
     def mirror(self) -> MappedMirror | None:
-        """The mirror, as the core reads it."""
+        """The mirror, for the core."""
         return None if self._mirror is None else self._mirror.mapped
 
     def over(self, change: Callable[[Source], Source]) -> Source:
-        """Have what is missing come from the source that `change` makes."""
+        """Fetch missing bytes from the source that `change` makes."""
         self.source = change(self.source)
         self.at_once = self.source.at_once
         return self
 
     def close(self) -> None:
-        """Close the source; what was returned remains valid."""
+        """Close the source; returned buffers remain valid."""
         super().close()
         self._mirror = None
 
     def get_ranges(self, offsets: Sequence[int], lengths: Sequence[int]) -> Sequence[Buffer]:
-        """Return ranges out of the mirror, or fetch them, and keep them there."""
+        """Return ranges from the mirror, or fetch them and keep them there."""
         mirror = self._mirror
         if mirror is not None and not mirror.is_in_place():  # removed, or cut short
             mirror = self._mirror = self._cache.open_mirror(self._name, self._stamp)
@@ -225,13 +224,13 @@ class KeptSource(SourceOver):
     def _fetched(
         self, mirror: Mirror, begins: Sequence[int], ends: Sequence[int]
     ) -> Iterator[Buffer]:
-        """Fetch the blocks of ranges that are missing, keep them, and yield the ranges."""
+        """Fetch the missing blocks of ranges, keep them, and yield the ranges."""
         firsts, lasts = mirror.missing(begins, ends)
         lengths = [last - first for first, last in zip(firsts, lasts, strict=True)]
         data = (
             [memoryview(one) for one in self.source.get_ranges(firsts, lengths)] if firsts else []
         )
-        # (Checksums of a run may take a block, too.)
+        # (The checksums of a run may also take a block.)
         if self._cache.take(sum(lengths) + 2 * BLOCK * len(lengths)):
             try:
                 mirror.write(firsts, data)
@@ -241,15 +240,15 @@ class KeptSource(SourceOver):
             run = bisect.bisect(firsts, begin) - 1
             if run >= 0 and end <= lasts[run]:
                 yield data[run][begin - firsts[run] : end - firsts[run]]
-            else:  # some of its blocks were here, most often all that were missing are, too
+            else:  # some of its blocks were here, and usually the others are by now
                 (one,) = mirror.read([begin], [end])
                 yield self.source.get_ranges([begin], [end - begin])[0] if one is None else one
 
 
 class Mirror:
-    """The file that holds parts of a source, at a path. Made anew if it is not what it has to be.
+    """The file at a path that holds parts of a source. Made anew unless it is a valid mirror.
 
-    `mapped` is what the core reads it by.
+    `mapped` describes it for the core.
     """
 
     def __init__(self, path: Path, nbytes: int, key: bytes) -> None:
@@ -261,7 +260,7 @@ class Mirror:
         head = _HEAD.pack(_SIGNATURE, _FORMAT, BLOCK, nbytes, key)
         try:
             file = self._opened_as(head, head_at)
-        except OSError:  # another file, a link, or what a killed process left
+        except OSError:  # another file, a link, or one that a killed process has left incomplete
             file, self.is_new = self._made_as(head, head_at), True
         with file:
             status = os.fstat(file.fileno())
@@ -271,13 +270,13 @@ class Mirror:
         self.mapped = MappedMirror(path, self._file_id, memory, marks, _WEIGHTS)
 
     def is_in_place(self) -> bool:
-        """Tell whether this file lies at its path, and has all of its length."""
+        """Tell whether this file is still at its path, and has its full length."""
         with suppressing(OSError):
             return self._is(os.stat(self._path, follow_symlinks=False))
         return False
 
     def read(self, begins: Sequence[int], ends: Sequence[int]) -> list[Buffer | None]:
-        """Return ranges; None for those that are not here as they were written."""
+        """Return ranges; None for those that are missing, or fail their checksums."""
         found: list[Buffer | None] = [None] * len(begins)
         with suppressing(OSError), self._opened(os.O_RDONLY) as descriptor:
             for number, (begin, end) in enumerate(zip(begins, ends, strict=True)):
@@ -293,11 +292,11 @@ class Mirror:
             if np.array_equal(_sums(_whole_blocks(data)), sums):
                 self.mapped.marks[first:last] = 1
                 return memoryview(data)[begin - first * BLOCK : end - first * BLOCK]
-        self.mapped.marks[first:last] = 0  # also those that were spoiled since, to be fetched again
+        self.mapped.marks[first:last] = 0  # also blocks damaged since: to be fetched again
         return None
 
     def missing(self, begins: Sequence[int], ends: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return where runs of blocks of ranges begin and end that are not here, each once."""
+        """Return the beginnings and ends of runs of missing blocks in ranges, each block once."""
         firsts, lasts, behind = list[int](), list[int](), 0
         for begin, end in sorted(zip(begins, ends, strict=True)):
             first, behind = max(begin // BLOCK, behind), max(-(-end // BLOCK), behind)
@@ -308,7 +307,7 @@ class Mirror:
         return firsts, lasts
 
     def write(self, begins: Iterable[int], found: Iterable[Buffer]) -> None:
-        """Write data, each from the beginning of a block; `OSError` if that fails."""
+        """Write buffers, each from the beginning of a block; `OSError` if that fails."""
         with self._opened(os.O_WRONLY) as descriptor:
             for begin, one in zip(begins, found, strict=True):
                 data, first = _whole_blocks(one), begin // BLOCK
@@ -323,14 +322,14 @@ class Mirror:
 
     @contextmanager
     def _opened(self, flags: int) -> Iterator[int]:
-        """Open the file for a moment: a reader of 1,000 sources cannot keep all open."""
+        """Open the file for a moment: a reader of 1,000 sources cannot keep all of them open."""
         with owned(os.open, self._path, flags | os.O_NOFOLLOW | os.O_CLOEXEC) as file:
             if not self._is(os.fstat(file.fileno())):
                 raise OSError(errno.ESTALE, "it is another file now", str(self._path))
             yield file.fileno()
 
     def _opened_as(self, head: bytes, at: int) -> FileIO:
-        """Open the file; `OSError` unless it is this user's, and has a head and a length."""
+        """Open the file; `OSError` unless it is this user's, with the expected head and length."""
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         file = owned(os.open, self._path, flags)
         status = os.fstat(file.fileno())
@@ -376,7 +375,7 @@ def _whole_blocks(data: Any) -> NDArray[np.uint8]:
 def _sums(data: NDArray[np.uint8]) -> NDArray[np.uint64]:
     """Return a checksum for each block, never 0."""
     words = data.view("<u8").reshape(-1, BLOCK // 8)
-    # The upper halves count for the lower ones, which are 0 in many arrays of floats.
+    # Upper halves are mixed into the lower ones, which are 0 in many arrays of floats.
     sums: NDArray[np.uint64] = (words ^ (words >> np.uint64(32))) @ _WEIGHTS | np.uint64(1)
     return sums
 

@@ -1,8 +1,8 @@
-"""Opens files by h5py, says why HDF5 does not open one, and keeps the most recently used ones open.
+"""Files open in h5py: explains why HDF5 cannot open one, keeps the most recently used ones open.
 
 HDF5's own messages ("file signature not found") are the same for a failed download and for a file
-of another format. The first bytes, the size and the superblock tell more. Also tells how many files
-a reader may keep open.
+of another format. The first bytes, the size and the superblock tell more. Also computes how many
+files a reader may keep open.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _FORMATS = (  # offset of the signature, the signature, the format
     (0, b"\x28\xb5\x2f\xfd", "compressed by Zstandard; unzstd it"),
     (0, b"PK\x03\x04", "a zip archive, like .npz and zipped Zarr; unpack it"),
     (257, b"ustar", "a tar archive; unpack it"),
-    (0, b"CDF\x01", "netCDF-3; `nccopy -k nc4 OLD NEW` makes netCDF-4 of it, which is HDF5"),
-    (0, b"CDF\x02", "netCDF-3; `nccopy -k nc4 OLD NEW` makes netCDF-4 of it, which is HDF5"),
-    (0, b"CDF\x05", "netCDF-3; `nccopy -k nc4 OLD NEW` makes netCDF-4 of it, which is HDF5"),
-    (0, b"\x0e\x03\x13\x01", "HDF4; `h4toh5 OLD NEW` makes HDF5 of it"),
+    (0, b"CDF\x01", "netCDF-3; `nccopy -k nc4 OLD NEW` converts it to netCDF-4, which is HDF5"),
+    (0, b"CDF\x02", "netCDF-3; `nccopy -k nc4 OLD NEW` converts it to netCDF-4, which is HDF5"),
+    (0, b"CDF\x05", "netCDF-3; `nccopy -k nc4 OLD NEW` converts it to netCDF-4, which is HDF5"),
+    (0, b"\x0e\x03\x13\x01", "HDF4; `h4toh5 OLD NEW` converts it to HDF5"),
     (0, b"MATLAB 5.0 MAT-file", "an older .mat file of MATLAB; save it there with '-v7.3'"),
     (0, b"\x89h5async\r\n\x1a\n", "a saved index of h5async; its name has to end in .h5idx"),
     (0, b"\x93NUMPY", "a .npy file of NumPy"),
@@ -67,25 +67,25 @@ class HDF5File(h5py.File):  # type: ignore[misc]  # (h5py has no types)
     """A file that h5py reads, and its source, which is closed with it."""
 
     source: Source
-    name_of_source = ""  # by which it was opened
-    give_back: Callable[[], None] | None = None  # closes the source, or keeps it
+    name_of_source = ""  # the name that it was opened by
+    give_back: Callable[[], None] | None = None  # closes the source, or keeps it for later
 
     @classmethod
     def of(cls, opened: h5py.h5f.FileID) -> HDF5File:
-        """Return an open file, for whose identifier `h5py.File` would get another one."""
+        """Return a file for an open identifier, without opening another one as `h5py.File` does."""
         file = cls.__new__(cls)
         h5py.Group.__init__(file, opened)
         return file
 
     @property
     def filename(self) -> str:
-        """The name by which it was opened."""
+        """The name that the file was opened by."""
         return self.name_of_source or str(super().filename)
 
     def close(self) -> None:
         """Close the file. Idempotent."""
         if self.id.valid and h5py.h5f.get_obj_count(self.id, _ANY_OBJECT) == 1:
-            self.id.close()  # h5py would look for objects to be closed before
+            self.id.close()  # h5py would first search for open objects to close
         else:
             super().close()
         give_back, self.give_back = self.give_back, None
@@ -97,16 +97,16 @@ class HDF5File(h5py.File):  # type: ignore[misc]  # (h5py has no types)
 
 
 def directory_reason(path: Path) -> str:
-    """Say that a path is a directory, and of which format if that is recognized."""
+    """Say that a path is a directory, and its format if that is recognized."""
     if any((path / name).exists() for name in _ZARR_NAMES):
         return "it is a Zarr directory, not an HDF5 file"
     return "it is a directory; name a file"
 
 
 def reason_unopened(file: str | RawIOBase, error: Exception) -> str:
-    """Say why a file, by its path or open, was not opened: the text after ``cannot open FILE:``.
+    """Say why a file, a path or open, cannot be opened: the text after ``cannot open FILE:``.
 
-    If the cause is unknown, that is the message of `error`, which h5py raised.
+    If the cause is unknown, this is the message of `error`, which h5py raised.
     """
     try:
         if not isinstance(file, str):
@@ -118,8 +118,8 @@ def reason_unopened(file: str | RawIOBase, error: Exception) -> str:
             found = _content_reason(opened)
         if found is None and "already open for write" in str(error):
             return (
-                "it is open for writing, or its writer ended without closing it; close it, or where"
-                " nobody writes to it any more, `h5clear -s FILE` clears its mark"
+                "it is open for writing, or its writer ended without closing it; close it, or, if"
+                " nothing writes to it any more, run `h5clear -s FILE`"
             )
         return found or str(error)
     except (OSError, ValueError) as reason:
@@ -127,21 +127,21 @@ def reason_unopened(file: str | RawIOBase, error: Exception) -> str:
             raise
         if isinstance(file, str) and scheme_of(file):
             return (
-                f"h5async does not read from {scheme_of(file)}://; copy the file, or mount where it"
-                " lies, and name a local path"
+                f"h5async does not read from {scheme_of(file)}://; copy the file, or mount its"
+                " storage, and name a local path"
             )
         if isinstance(reason, FileNotFoundError | ValueError):  # the latter: a NUL in it
             return "there is no such file"
-        # It, or its folder, may not be read, say, or its name is too long.
+        # For example, the file or its folder may not be read, or the name is too long.
         return reason.strerror or str(reason)
 
 
 def _lock_reason(error: Exception) -> str:
     if getattr(error, "errno", None) in _LOCKED:
         return (
-            "it is locked by a writer: another process has it open for writing; wait until that"
-            " has closed it. (The environment variable HDF5_USE_FILE_LOCKING=FALSE opens it all"
-            " the same, while it may be incomplete.)"
+            "it is locked by a writer: another process has it open for writing; wait until it is"
+            " closed there. (With the environment variable HDF5_USE_FILE_LOCKING=FALSE it opens"
+            " anyway, but may be incomplete.)"
         )
     return (
         f"its file system does not lock files ({error}); set the environment variable"
@@ -150,7 +150,7 @@ def _lock_reason(error: Exception) -> str:
 
 
 def _content_reason(file: RawIOBase) -> str | None:
-    """Say what is wrong with the first bytes of a file or with its length, or return None."""
+    """Say what is wrong with a file's first bytes or length; None if nothing is."""
     size = file.seek(0, os.SEEK_END)
     if not size:
         return "it is empty"
@@ -191,17 +191,17 @@ def _bytes_at(file: RawIOBase, at: int, nbytes: int) -> bytes:
 
 
 class KeptFiles:
-    """Open files of h5py, by their paths: the `kept` most recently used ones. Used under a lock."""
+    """The `kept` most recently used open files of h5py, by path. Used under a lock."""
 
     def __init__(self, kept: int) -> None:
         self._kept = kept
         self._files: OrderedDict[str, HDF5File] = OrderedDict()  # the most recent use comes last
 
     def get(self, path: str, open_file: Callable[[], HDF5File]) -> HDF5File:
-        """Return a file, which stays open until others are used.
+        """Return a file, which stays open until enough others are used.
 
-        `open_file` opens it if it is not open. If the process has no descriptor left, it is called
-        again after others were closed. It raises `ReadError`.
+        `open_file` opens it if necessary. If the process has no descriptor left, it is called again
+        after closing other files. It raises `ReadError`.
         """
         if path not in self._files:
             try:
@@ -209,7 +209,7 @@ class KeptFiles:
             except ReadError as error:
                 if getattr(error.__cause__, "errno", None) != errno.EMFILE:
                     raise
-                # The rest of the program took descriptors meanwhile.
+                # The rest of the program has taken descriptors meanwhile.
                 self._kept = max(1, len(self._files) // 2)
                 self._close_surplus()
                 self._files[path] = open_file()
@@ -231,7 +231,7 @@ class KeptFiles:
         """Close all files. Idempotent."""
         for path, file in list(self._files.items()):
             file.close()
-            self._files.pop(path, None)  # an exception leaves the others for the next call
+            self._files.pop(path, None)  # after an exception, the next call closes the others
 
     def _close_surplus(self) -> None:
         while len(self._files) > self._kept:
@@ -241,7 +241,7 @@ class KeptFiles:
 def affordable_files() -> int:
     """Return the number of files that a reader may keep open.
 
-    That is half of the descriptors that are left; a mapped file takes two.
+    They take half of the descriptors that are left; a mapped file takes two.
     """
     if resource is None:
         return _FEW_KEPT

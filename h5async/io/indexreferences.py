@@ -1,9 +1,8 @@
-"""Guesses what HDF5 will read of B-trees, arrays and heaps: chunk indices, links, attributes.
-
-`Place` is a structure, and `Cursor` reads numbers out of its bytes.
+"""Guesses which B-trees, arrays and heaps HDF5 will read: chunk indices, links, attributes.
 
 The bytes of a structure enter; the places that it refers to leave, as the HDF5 File Format
-Specification (version 3.0) describes them. Pure; see `references.py`.
+Specification (version 3.0) describes them. A `Place` is a structure in the file; a `Cursor` reads
+numbers from its bytes. Pure; see `references.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ NONSENSE = (
     ValueError,
     OverflowError,
     struct.error,
-)  # raised for bytes that are no such structure
+)  # raised for bytes that are not the expected structure
 _PIECE_NBYTES = 1 << 20  # of large tables
 _MOST_NODE_NBYTES = 1 << 20
 _MOST_NBYTES = 1 << 40  # of a table
@@ -27,10 +26,10 @@ _HEAD_NBYTES = 6  # of most structures: signature, version, kind
 
 
 class Format(NamedTuple):
-    """What the superblock of a file says: the sizes of numbers, and of nodes of B-trees.
+    """The contents of a superblock: the sizes of numbers, and of nodes of B-trees.
 
-    `base` is where addresses count from, `end` what the file is said to have, -1 if that is
-    undefined. A node has up to twice as many entries as its ``k``.
+    Addresses are relative to `base`; `end` is the end of file address, -1 if undefined. A node has
+    up to twice as many entries as its ``k``.
     """
 
     base: int = 0
@@ -43,7 +42,7 @@ class Format(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A structure that HDF5 will probably read; `find` finds what that refers to, if anything.
+    """A structure that HDF5 will probably read; `find`, if any, finds the places it refers to.
 
     All objects of a group have the same number, `group`; other structures have -1.
     """
@@ -55,14 +54,14 @@ class Place(NamedTuple):
 
 
 class Cursor:
-    """Reads the bytes at a place, one number after the other; IndexError at their end."""
+    """Reads the bytes of a place, one number after the other; IndexError at the end."""
 
     def __init__(self, data: bytes, form: Format, place: Place) -> None:
         self.data, self.form, self.place, self.at = data, form, place, 0
 
     @property
     def rest(self) -> int:
-        """The number of bytes that are left."""
+        """The number of bytes left."""
         return len(self.data) - self.at
 
     def take(self, nbytes: int) -> bytes:
@@ -74,21 +73,21 @@ class Cursor:
         return self.data[begin:end]
 
     def number(self, nbytes: int = 1) -> int:
-        """Return the next number, which has no sign."""
+        """Return the next number, which is unsigned."""
         return int.from_bytes(self.take(nbytes), "little")
 
     def length(self) -> int:
-        """Return the next number that has the size of lengths."""
+        """Return the next length."""
         return self.number(self.form.length_nbytes)
 
     def address(self) -> int:
-        """Return the next address, from the beginning of the file; -1 if it is undefined."""
+        """Return the next address, relative to the beginning of the file; -1 if undefined."""
         found = self.take(self.form.offset_nbytes)
         is_undefined = found.count(0xFF) == len(found)
         return -1 if is_undefined else self.form.base + int.from_bytes(found, "little")
 
     def expect(self, constant: bytes) -> None:
-        """Take some bytes, which must be these; else ValueError."""
+        """Take bytes that must equal `constant`; else ValueError."""
         if self.take(len(constant)) != constant:
             raise ValueError("it is another structure")
 
@@ -97,7 +96,7 @@ Find: TypeAlias = Callable[[Cursor], Iterator[Place]]
 
 
 def pieces(offset: int, nbytes: int) -> Iterator[Place]:
-    """Yield a table that refers to nothing; a large one in pieces, to fetch them side by side."""
+    """Yield a table without references; a large one in pieces, to be fetched in parallel."""
     for begin in range(0, nbytes if offset >= 0 else 0, _PIECE_NBYTES):
         yield Place(offset + begin, min(_PIECE_NBYTES, nbytes - begin))
 
@@ -119,12 +118,12 @@ def find_places(place: Place, data: bytes, form: Format) -> list[Place]:
 
 
 def chunk_tree(form: Format, offset: int, rank: int) -> Place:
-    """Return the root of the B-tree of a dataset's chunks; `rank` is one more than that of it."""
+    """Return the root of the B-tree of a dataset's chunks; `rank` is the dataset's plus one."""
     return _node(form, offset, form.chunk_k, 1, 8 + 8 * rank, None, -1)
 
 
 def group_tree(form: Format, offset: int, symbols: Place) -> Place:
-    """Return the root of the B-tree of a group; `symbols` is like its nodes of symbols."""
+    """Return the root of a group's B-tree; `symbols` is a template of its symbol table nodes."""
     return _node(form, offset, form.group_k, 0, form.length_nbytes, symbols, -1)
 
 
@@ -140,7 +139,7 @@ def _node(
 def _children(
     found: Cursor, k: int, kind: int, key_nbytes: int, leaf: Place | None, level: int
 ) -> Iterator[Place]:
-    """Yield the children of a node; those of the last level are like `leaf`."""
+    """Yield the children of a node; `leaf` is the template of those of the last level."""
     found.expect(b"TREE" + bytes([kind]))
     own = found.number()
     if level not in (-1, own):
@@ -163,7 +162,7 @@ def tree_header(form: Format, offset: int) -> Place:
 
 
 class _Level(NamedTuple):
-    """The nodes at a level: how many bytes counts take in the level above."""
+    """The sizes of counts that the level above has of nodes at this one, and a node's maximum."""
 
     count_nbytes: int
     total_nbytes: int
@@ -250,7 +249,7 @@ class _Array(NamedTuple):
 
     @property
     def head_nbytes(self) -> int:
-        """The bytes of the number of a block's first element."""
+        """The size of the number of a block's first element."""
         return -(-self.bits // 8)
 
     def entries(self, row: int) -> int:
@@ -316,7 +315,7 @@ def fractal_heap(form: Format, offset: int, content: Find | None = None) -> Plac
 
 
 class _Heap(NamedTuple):
-    """How the blocks of a fractal heap get larger, row by row."""
+    """How the blocks of a fractal heap grow, row by row."""
 
     width: int
     least: int  # bytes of the first block

@@ -1,10 +1,10 @@
 """A file object through which HDF5 reads the metadata of a far source, in few rounds of requests.
 
-Byte ranges that HDF5 asks for enter; their bytes leave, fetched together with what HDF5 will
-probably read next. When HDF5 comes to an object, what its header refers to is fetched, level by
-level: all nodes of a level of a B-tree side by side. When it comes to a second and a third object
-of a group, the others follow. Each round is one call of `Source.get_ranges`, in the thread that
-HDF5 called from.
+Byte ranges that HDF5 asks for enter; their bytes leave, fetched together with the bytes that HDF5
+will probably read next. When HDF5 reads an object, the structures that its header refers to are
+fetched level by level: all nodes of a level of a B-tree in parallel. When HDF5 reads a second and a
+third object of a group, the others are fetched. Each round is one call of `Source.get_ranges`, in
+the thread that HDF5 called from.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ if TYPE_CHECKING:
     from h5async.io.source import Source
 
 PAGE_NBYTES = 1 << 10
-_MOST_PAGES = 1 << 18  # that are kept, 256 MiB
+_MOST_PAGES = 1 << 18  # kept: 256 MiB
 _BLOCK_NBYTES = 1 << 16  # fetched at first, and where no guess says what is needed
-_MOST_BLOCK_NBYTES = 1 << 20  # when reading goes on behind the last block
+_MOST_BLOCK_NBYTES = 1 << 20  # when reading goes on after the last block
 _GAP_NBYTES = 1 << 14  # between ranges that are fetched as one
 _RANGE_NBYTES = 1 << 20
-_FEW_RANGES, _FEW_NBYTES = 4, 1 << 15  # so few have at least so many bytes; twice next time
-_ROUND_NBYTES = 1 << 25  # of guesses,
+_FEW_RANGES, _FEW_NBYTES = 4, 1 << 15  # a few ranges get this minimum size; doubled each time
+_ROUND_NBYTES = 1 << 25  # of guesses in a round
 _ROUND_PLACES = 1 << 14
-_WALK_NBYTES = 1 << 26  # and until HDF5 gets what it asked for
-_AHEAD_NBYTES = 1 << 20  # of guesses, before HDF5 comes to a file
-_MOST_PLACES = 1 << 18  # that are remembered
-_MOST_AHEAD = 64  # files that threads open
-_MOST_KEPT = 4  # of those that were given back, as a file is often opened several times
-_NEXT_OBJECTS = 32  # of a group, after the second one
+_WALK_NBYTES = 1 << 26  # of guesses before HDF5 gets the bytes it asked for
+_AHEAD_NBYTES = 1 << 20  # of guesses before HDF5 opens a file
+_MOST_PLACES = 1 << 18  # remembered
+_MOST_AHEAD = 64  # files opened by threads
+_MOST_KEPT = 4  # files that were given back: a file is often opened several times
+_NEXT_OBJECTS = 32  # of a group, from the second one on
 
 
 class MetadataFile(io.RawIOBase):
-    """An open source as one of Python's file objects; closing it leaves the source open.
+    """An open source as a Python file object; closing it leaves the source open.
 
-    Used by one thread at a time, as h5py's lock sees to. `ReadError` if the source cannot be read.
+    Used by one thread at a time, under h5py's lock. `ReadError` if the source cannot be read.
     """
 
     def __init__(self, source: Source) -> None:
@@ -55,25 +55,25 @@ class MetadataFile(io.RawIOBase):
         self._nbytes = self.stamp.nbytes
         self._at = 0
         self._has_begun = False
-        self._pages: dict[int, bytes] = {}  # the one that was used last comes last
+        self._pages: dict[int, bytes] = {}  # the most recently used one comes last
         self._block_nbytes, self._block_end = _BLOCK_NBYTES, 0
         self._few_nbytes = _FEW_NBYTES
         self._form = Format()
-        self._todo: list[tuple[Place, bool]] = []  # the next one comes last; with all below it?
+        self._todo: list[tuple[Place, bool]] = []  # the next one comes last; whether all below, too
         self._seen: set[tuple[int, int]] = set()
         self._objects: dict[int, Place] = {}  # of groups, by offset
-        self._offsets: list[int] | None = None  # of them, sorted; None if they have changed
+        self._offsets: list[int] | None = None  # sorted keys of `_objects`; None: out of date
         self._groups: dict[int, list[Place]] = {}
-        self._visits: dict[int, int] = {}  # objects of a group that HDF5 came to
+        self._visits: dict[int, int] = {}  # by group: the number of objects that HDF5 has read
         self._left = 2 * self._nbytes  # bytes that may be fetched before guessing ends
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to an offset from the beginning, from here, or from the end."""
+        """Move to an offset from the beginning, from the current position, or from the end."""
         self._at = offset + (0, self._at, self._nbytes)[whence]
         return self._at
 
     def readinto(self, into: memoryview) -> int:  # type: ignore[override]
-        """Read what fits into some memory; return the number of bytes."""
+        """Read bytes into a buffer; return their number."""
         memory = memoryview(into).cast("B")
         nbytes = max(0, min(memory.nbytes, self._nbytes - self._at))
         with collecting_later():  # HDF5's lock is held
@@ -81,20 +81,20 @@ class MetadataFile(io.RawIOBase):
         self._at += nbytes
         return nbytes
 
-    # --- what is kept ----------------------------------------------------------------------------
+    # --- kept pages ------------------------------------------------------------------------------
 
     def _read(self, at: int, nbytes: int) -> memoryview:
-        """Return bytes; before that, fetch what is missing of them, and what may come next."""
+        """Return bytes, after fetching missing ones and those that may be read next."""
         self.begin()
         missing = self._missing(at, nbytes)
-        if missing and nbytes > _BLOCK_NBYTES:  # most often values
+        if missing and nbytes > _BLOCK_NBYTES:  # usually values, not metadata
             return memoryview(self.source.get_ranges([at], [nbytes])[0])
         is_new = self._visit(at, nbytes)
         if missing and not is_new:
             missing = self._missing(*self._block_at(at, nbytes))
         if missing or is_new:
             self._walk(missing)
-            self._fetch(self._missing(at, nbytes))  # if what came after it was too much to keep
+            self._fetch(self._missing(at, nbytes))  # a safeguard: nothing should be missing now
         found = self._kept(at, nbytes)
         self._forget()
         return memoryview(found)
@@ -129,7 +129,7 @@ class MetadataFile(io.RawIOBase):
                 runs.append([page, page + 1])
         if not runs:
             return
-        if is_guess and len(runs) <= _FEW_RANGES:  # what they refer to often lies behind
+        if is_guess and len(runs) <= _FEW_RANGES:  # structures they refer to often follow them
             for run in runs:
                 run[1] = max(run[1], run[0] + self._few_nbytes // PAGE_NBYTES)
             self._few_nbytes = min(2 * self._few_nbytes, _MOST_BLOCK_NBYTES)
@@ -140,7 +140,7 @@ class MetadataFile(io.RawIOBase):
         found = self.source.get_ranges(offsets, lengths)
         for (first, _), data in zip(runs, found, strict=True):
             view = memoryview(data)
-            # Copied, since it may be a slice of something larger.
+            # Copied, because `data` may be a slice of a larger buffer.
             for number, at in enumerate(range(0, len(view), PAGE_NBYTES), first):
                 self._pages[number] = bytes(view[at : at + PAGE_NBYTES])
 
@@ -153,14 +153,14 @@ class MetadataFile(io.RawIOBase):
     # --- guesses ---------------------------------------------------------------------------------
 
     def begin_ahead(self) -> None:
-        """Fetch what HDF5 may read of a small file: all objects, as far as they are few."""
+        """Fetch what HDF5 may read of a small file: all objects, up to `_AHEAD_NBYTES`."""
         self.begin()
         self._todo += [(one, True) for one in self._objects.values()]
         self._walk([], _AHEAD_NBYTES)
         self._todo = [(one, False) for one, _ in self._todo if one.group < 0]
 
     def begin(self) -> None:
-        """Fetch the beginning of the source, and what is known of the root group. Idempotent."""
+        """Fetch the beginning of the source, and the metadata of the root group. Idempotent."""
         if self._has_begun:
             return
         self._fetch(self._missing(0, min(_BLOCK_NBYTES, self._nbytes)))
@@ -173,14 +173,14 @@ class MetadataFile(io.RawIOBase):
         self._walk([])
 
     def _visit(self, at: int, nbytes: int) -> bool:
-        """Note that HDF5 comes to objects of groups; return whether that gives new guesses."""
+        """Note that HDF5 reads objects of groups; return whether that adds guesses."""
         if self._offsets is None:
             self._offsets = sorted(self._objects)
         first = bisect_left(self._offsets, at)
         met = self._offsets[first : bisect_left(self._offsets, at + nbytes, first)]
         found = [one for one in map(self._objects.__getitem__, met) if one[:2] not in self._seen]
         self._todo += [(one, False) for one in reversed(found)]
-        if not met or met[0] != at:  # HDF5 reads something else, and meets them
+        if not met or met[0] != at:  # HDF5 reads something else that contains them
             return bool(found)
         place = self._objects[at]
         several = self._groups[place.group]
@@ -194,7 +194,7 @@ class MetadataFile(io.RawIOBase):
         return bool(found) or visits == 2
 
     def _walk(self, pages: Sequence[int], left: int = _WALK_NBYTES) -> None:
-        """Fetch pages, and follow guesses, level by level, until no bytes are left for more."""
+        """Fetch pages, and follow guesses level by level, until `left` bytes are used up."""
         while pages or (self._todo and left > 0):
             batch, nbytes = self._next_places(min(left, _ROUND_NBYTES))
             left -= nbytes
@@ -215,7 +215,7 @@ class MetadataFile(io.RawIOBase):
             self._todo += reversed(below[:room])
 
     def _next_places(self, most_nbytes: int) -> tuple[list[tuple[Place, bool]], int]:
-        """Take the places of the next round, that are not known yet; return their bytes, too."""
+        """Take the places of the next round that are not known yet; return them and their bytes."""
         found: list[tuple[Place, bool]] = []
         nbytes = 0
         while self._todo and len(found) < _ROUND_PLACES and nbytes < most_nbytes:
@@ -254,9 +254,9 @@ def opening_ahead(names: Sequence[str]) -> Iterator[None]:
 
 
 def take(name: str, open_source: Open) -> tuple[MetadataFile, Ahead | None]:
-    """Return an open source, and who it may be given back to.
+    """Return an open source, and the `Ahead` to give it back to, if any.
 
-    Raises as `open_source`, by which sources are opened in any thread.
+    Raises like `open_source`, which opens sources, in any thread.
     """
     ahead = _current.get()
     found = None if ahead is None else ahead.take(name, open_source)
@@ -264,22 +264,22 @@ def take(name: str, open_source: Open) -> tuple[MetadataFile, Ahead | None]:
 
 
 class Ahead:
-    """Open sources, by their names. Used by one thread at a time.
+    """Open sources, by name. Used by one thread at a time.
 
-    Without names, it only keeps those that were given back.
+    Without names, it only keeps sources that were given back.
     """
 
     def __init__(self, names: Sequence[str] = ()) -> None:
         self._names = list(dict.fromkeys(names))
         self._number = {name: number for number, name in enumerate(self._names)}
-        self._next = 0  # all below were begun, or passed over
+        self._next = 0  # names before this one were begun or skipped
         self._begun: dict[str, _Answer] = {}
         self._kept: dict[str, MetadataFile] = {}
         self._is_closed = False
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Have the body take sources from here, and give them back."""
+        """Have `take` use this object in the ``with`` block."""
         token = _current.set(self)
         try:
             yield
@@ -287,14 +287,14 @@ class Ahead:
             _current.reset(token)
 
     def take(self, name: str, open_source: Open) -> MetadataFile | None:
-        """Return a source that was opened ahead; None if it was not, or was taken before."""
+        """Return a source that was opened ahead; None if it was not, or is already taken."""
         if name in self._kept:
             return self._kept.pop(name)
         number = self._number.pop(name, None)
         if number is None or len(self._names) < 2:
             return None
         self._next = max(self._next, number)
-        with suppressing(RuntimeError):  # there are no more threads
+        with suppressing(RuntimeError):  # no thread can be started
             for one in self._names[self._next : number + _MOST_AHEAD]:
                 answer = _Answer()
                 start(partial(self._open, one, open_source, answer))
@@ -307,7 +307,7 @@ class Ahead:
         return found
 
     def give_back(self, name: str, content: MetadataFile) -> None:
-        """Take a source that is not used any more."""
+        """Keep a source that is no longer in use, to be taken again."""
         if self._is_closed or name in self._kept:
             content.source.close()
             return
@@ -326,7 +326,7 @@ class Ahead:
     def _open(self, name: str, open_source: Open, answer: _Answer) -> None:
         content = None
         if not self._is_closed:
-            with suppressing(Exception):  # who asks for it tries again, and finds out why
+            with suppressing(Exception):  # whoever asks for it tries again, and gets the error
                 content = open_source(name)
                 content.begin_ahead()
         answer.put(content)
@@ -335,7 +335,7 @@ class Ahead:
 
 
 def _close(answer: _Answer) -> None:
-    with suppressing(queue.Empty):  # it comes later, or someone else closes it
+    with suppressing(queue.Empty):  # it comes later, or another thread closes it
         content = answer.get_nowait()
         if content is not None:
             content.source.close()

@@ -1,7 +1,7 @@
 """Reads sources in object stores and on the web.
 
-A source is what it was when it was opened: requests carry its ETag (``If-Match``), and each answer
-must have the length, and the tag or the date, that are expected.
+All reads are of the state in which a source was opened: requests carry its ETag (``If-Match``), and
+each response must have the expected length, and the expected ETag or date.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "azure", "adl", "abfs", "abfss", *WEB
 _BEGINNING_NBYTES = 1 << 16  # comes with the answer to the first request
 _MOST_REDIRECTS = 5
 _MOST_TAG = 200  # characters that the core compares
-_TRIES = 3  # of requests whose answers the client takes for good ones
+_TRIES = 3  # of a request whose response is wrong although the client accepts it
 _PLAIN = re.compile(r"(?:(?!\.\.?(?:/|$))[\w.~-]+(?:/|$))+", re.ASCII)  # needs no %-escapes
 _MAGIC = re.compile(r"[*?[]")
 
 
 class Place(NamedTuple):
-    """Where a source lies: the root of its store, and its key there; "" if the root is its URL."""
+    """Where a source is: the root of its store, and its key there; "" if the root is its URL."""
 
     root: str
     key: str
@@ -44,7 +44,7 @@ class Place(NamedTuple):
 
     @classmethod
     def of(cls, name: str) -> Place:
-        """Return the place of a name. Keys of object stores are taken as they are typed."""
+        """Return the place of a name. Keys of object stores are used as typed."""
         options = name.options if isinstance(name, SourceName) else {}
         scheme, _, rest = "".join(name).partition("://")
         host, _, key = rest.partition("/")
@@ -55,15 +55,15 @@ class Place(NamedTuple):
 
     @property
     def client(self) -> Client:
-        """The client of this process."""
+        """The process's client for the store."""
         return client_of(self.root, self.options, is_shared=bool(self.key))
 
 
 class RemoteSource(Source):
-    """An open object. `meta` is what the answer to the first request said, `beginning` its bytes.
+    """An open object. `meta` and `beginning` are the metadata and bytes of the first response.
 
-    Calls end when the source is closed, or by an interruption. But one of `get_ranges` with one
-    range, in another thread than the main one, blocks until the client gives up: it is cheaper.
+    Calls end when the source is closed, or on an interruption. Except that `get_ranges` of a single
+    range, outside the main thread, blocks until the client gives up, because that is cheaper.
     """
 
     def __init__(
@@ -76,25 +76,25 @@ class RemoteSource(Source):
         self._beginning = memoryview(beginning)
         self._waiting = SideBySide()
         tag = meta["e_tag"] or meta["version"]
-        self.identity = "its ETag" if tag else "the date and the size that its server tells"
+        self.identity = "its ETag" if tag else "the date and size that its server reports"
         self._stamp = FileStamp.of_tag(tag or meta["last_modified"].isoformat(), meta["size"])
         has_strong_tag = meta["e_tag"] and not meta["e_tag"].startswith("W/")
         self._condition = {"if_match": meta["e_tag"]} if has_strong_tag else {}
-        self._address: tuple[WebAddress | None, float] = None, -math.inf  # and when it was made
+        self._address: tuple[WebAddress | None, float] = None, -math.inf  # with its time of making
 
     def stamp(self) -> FileStamp:
-        """Return the state that all reads are of."""
+        """Return the state that all reads refer to."""
         return self._stamp
 
     def get_ranges(self, offsets: Sequence[int], lengths: Sequence[int]) -> Sequence[Buffer]:
-        """Return ranges; several are fetched side by side."""
+        """Return ranges; several are fetched in parallel."""
         if len(offsets) == 1 and threading.current_thread() is not threading.main_thread():
             return [self._get(offsets[0], lengths[0])]
         wanted = zip(offsets, lengths, strict=True)
         return self._waiting.call([partial(self._get, *one) for one in wanted])
 
     def web_address(self) -> WebAddress | None:
-        """Return its URL, signed if need be; None without an ETag, too."""
+        """Return its URL, signed if necessary; None if there is none, or no ETag."""
         found, made = self._address
         if time.monotonic() - made > SIGNED_SECONDS / 2:
             url, tag, found = self._client.url(self._key), self.meta["e_tag"], None
@@ -107,7 +107,7 @@ class RemoteSource(Source):
         return found
 
     def close(self) -> None:
-        """End calls that wait."""
+        """End waiting calls."""
         self._waiting.stop()
 
     def _get(self, offset: int, nbytes: int) -> memoryview:
@@ -116,7 +116,7 @@ class RemoteSource(Source):
             raise ReadError(
                 f"{self._name} ends before byte {end:,}: it has {self._stamp.nbytes:,} bytes"
             )
-        if end <= len(self._beginning):  # once: then the reader has it
+        if end <= len(self._beginning):  # used once: afterwards the caller has it
             beginning, self._beginning = self._beginning, memoryview(b"")
             return beginning[offset:end]
         if not nbytes:
@@ -130,7 +130,7 @@ class RemoteSource(Source):
         raise ReadError(f"{self._name} cannot be read: {fault}")
 
     def _answer(self, offset: int, end: int) -> tuple[memoryview, str]:
-        """Return what the server sends, and what is wrong with it that the client lets pass."""
+        """Return the server's bytes, and a fault in the response that the client ignores, or ""."""
         client, options = self._client, {"range": (offset, end), **self._condition}
         try:
             answer = client.library.get(client.store(self._use), self._key, options=options)
@@ -145,7 +145,7 @@ class RemoteSource(Source):
         known, told = self.meta, answer.meta
         tag = known["e_tag"]
         if told["size"] == known["size"] and tag and told["e_tag"] in (None, "", f"W/{tag}"):
-            return found, "answers of its server lack the ETag that says whether it was replaced"
+            return found, "its server's responses lack the ETag, which shows if it was replaced"
         if any(told[y] != known[y] for y in ("size", "e_tag" if tag else "last_modified")):
             raise replaced(self._name)
         sent = f"the server sent {found.nbytes:,} of {end - offset:,} bytes at byte {offset:,}"
@@ -156,15 +156,15 @@ class RemoteStore(Store):
     """Object stores and the web."""
 
     def open(self, name: str, *, is_patient: bool = False) -> Source:
-        """Open an object, in one request; for rows (`is_patient`) its beginning is not wanted.
+        """Open an object in one request; its beginning is not fetched to read rows (`is_patient`).
 
-        None is made for rows of what is open: it is then in the state that it was opened in.
+        To read rows of an object that is already open, no request is made: its state is known.
         """
         use, nbytes = ("reading", 1) if is_patient else ("indexing", _BEGINNING_NBYTES)
         return keeping(name, self._opened(name, use, nbytes))
 
     def stamp(self, name: str) -> FileStamp:
-        """Return the state of an object; raises as `open`."""
+        """Return the state of an object; raises like `open`."""
         return self._opened(name, "opening", 1).stamp()
 
     def _opened(self, name: str, use: str, nbytes: int) -> RemoteSource:
@@ -191,12 +191,12 @@ class RemoteStore(Store):
         return found
 
     def matching(self, name: SourceName) -> list[str] | None:
-        """Return the sources that match a glob, sorted; None if the name is no glob."""
+        """Return the sources that match a glob, sorted; None if the name is not a glob."""
         place = Place.of(name)
         if scheme_of(name) in WEB:
             if "*" in name.partition("?")[0]:
                 raise ConfigError(
-                    f"{name}: the web has no lists of files for a glob; name each of them"
+                    f"{name}: web servers have no lists of files for a glob; name each file"
                 )
             return None
         found = _MAGIC.search(place.key)
@@ -211,7 +211,7 @@ class RemoteStore(Store):
                 raise
             text = f"cannot list what matches {name}: {failure(error, name).strerror}"
             raise ReadError(text, filename=name) from error
-        if place.key in keys:  # its name has such characters itself
+        if place.key in keys:  # an object's own name has such characters
             return [name]
         pattern = place.key.split("/")
         matches = [key for key in keys if _matches(key.split("/"), pattern)]
@@ -219,7 +219,7 @@ class RemoteStore(Store):
 
 
 def _begin(client: Client, key: str, nbytes: int) -> tuple[Mapping[str, Any], bytes]:
-    """Return what is known of an object, and its first bytes."""
+    """Return the metadata of an object, and its first bytes."""
     library, store, options = client.library, client.store("opening"), {"range": (0, nbytes)}
     try:
         answer = library.get(store, key, options=options)
@@ -227,7 +227,7 @@ def _begin(client: Client, key: str, nbytes: int) -> tuple[Mapping[str, Any], by
     except library.exceptions.GenericError as error:
         if "status: 416" not in str(error):
             raise
-        return library.head(store, key), b""  # it is empty
+        return library.head(store, key), b""  # the object is empty
 
 
 def _listed(client: Client, prefix: str, is_flat: bool) -> list[str]:
@@ -238,7 +238,7 @@ def _listed(client: Client, prefix: str, is_flat: bool) -> list[str]:
 
 
 def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Tell whether names of a path match a glob, as those of local files do."""
+    """Tell whether the parts of a path match a glob, by the rules for local files."""
     if not pattern:
         return not names
     if pattern[0] == "**":
@@ -249,7 +249,7 @@ def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
     return fnmatch.fnmatchcase(names[0], pattern[0]) and _matches(names[1:], pattern[1:])
 
 
-# Those that were opened last to read metadata, while they are open: by client and key.
+# Sources most recently opened to read metadata, as long as they are open: by client and key.
 _latest: weakref.WeakValueDictionary[tuple[Client, str], RemoteSource] = (
     weakref.WeakValueDictionary()
 )

@@ -1,10 +1,10 @@
-"""Makes clients of object stores and the web by obstore, and says in words why a request failed.
+"""Makes clients of object stores and the web with obstore, and explains failed requests.
 
-The root of a store enters, ``s3://bucket`` or ``https://host``, and options; a `Client` leaves. The
-clients of a process are shared by its sources, and each has its connections.
+The root of a store, ``s3://bucket`` or ``https://host``, and options enter; a `Client` leaves. The
+sources of a process share its clients; each client has its own connections.
 
-obstore's runtime does not survive a fork: in the child its threads are missing, and calls never
-end. So a child, if obstore was used before the fork, loads a copy of the library, whose state is
+obstore's runtime does not survive a fork: its threads are missing in the child, and calls never
+end. So if obstore was used before a fork, the child loads a copy of the library, with a state of
 its own.
 """
 
@@ -33,13 +33,13 @@ _PACKAGE = "obstore"
 _ALIASES = {"gcs": "gs"}
 SIGNED_SECONDS = 900
 _TIMEOUTS = ("connect_timeout", "pool_idle_timeout", "read_timeout", "timeout")
-# Options of clients that other clients can do without.
+# Options of clients that do not matter when another client reads the same URL.
 _PLAIN_OPTIONS = {*_TIMEOUTS, "allow_http", "http1_only", "http2_only", "pool_max_idle_per_host"}
 _DURATIONS = ("retry_timeout", "init_backoff", "max_backoff", *_TIMEOUTS)
 _ENDPOINTS = ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AZURE_STORAGE_ENDPOINT")
 
-# By what a store is for. Until a reader is open, what is wrong is told within seconds, but one
-# request of thousands may stall; later, a fault may pass.
+# By the use of a store. While a reader opens, errors are reported within seconds, although one of
+# thousands of requests may stall; later, requests wait for faults to pass.
 _DEFAULTS: dict[str, dict[str, Mapping[str, Any]]] = {
     "opening": {
         "client_options": {"connect_timeout": "2s", "timeout": "4s"},
@@ -67,9 +67,9 @@ class Client:
         self._stores: dict[str, Any] = {}
 
     def url(self, key: str) -> str | None:
-        """Return a URL by which any client reads an object, for `SIGNED_SECONDS` at least.
+        """Return a URL with which any client can read an object, for at least `SIGNED_SECONDS`.
 
-        None if there is none, or other clients would need options that this one has.
+        None if there is none, or if other clients would need options of this one.
         """
         if not _PLAIN_OPTIONS.issuperset(self._options.get("client_options") or ()):
             return None
@@ -102,7 +102,7 @@ class Client:
             return store.from_url(root, **own, **given)
         except (ValueError, TypeError, self.library.exceptions.BaseError) as error:
             first = str(error).partition("\n")[0]
-            for value in _texts(self._options):  # (one may be a secret in the wrong place)
+            for value in _texts(self._options):  # (one may be a misplaced secret)
                 first = first.replace(value, "...")
             raise ConfigError(f"{named('storage_options')} for {self._root}: {first}") from None
 
@@ -116,7 +116,7 @@ def _texts(options: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _with_durations(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options with numbers of seconds as the durations that obstore takes."""
+    """Return options with numbers of seconds converted to obstore's durations."""
     found = {}
     for name, value in options.items():
         if isinstance(value, Mapping):
@@ -131,22 +131,22 @@ def _with_durations(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Clients:
-    """obstore, as this process may use it, and the clients made with it."""
+    """The library that this process uses, and the clients made with it."""
 
     def __init__(self, is_forked: bool = False) -> None:
         self.lock = threading.Lock()
         self.library: Any = None
-        self.is_forked = is_forked  # from a process that has used obstore
+        self.is_forked = is_forked  # from a process that had used obstore
         self.made: dict[tuple[str, str], Client] = {}
 
 
 _clients = _Clients()
-_of_parents: list[_Clients] = []  # kept: their destructors may wait for threads that do not exist
+_of_parents: list[_Clients] = []  # kept: destructors may wait for threads that no longer exist
 
 
 @passing()
 def client_of(root: str, options: Mapping[str, Any], *, is_shared: bool) -> Client:
-    """Return the client of a store, or one that nobody shares; thread-safe.
+    """Return the client of a store, a new one unless `is_shared`; thread-safe.
 
     `ConfigError` is raised for wrong options, `MissingPackageError` without obstore.
     """
@@ -179,7 +179,7 @@ def _library() -> Any:
 
 
 def _copied_library() -> Any:
-    """Load obstore from a copy of its file, which the system takes for another library."""
+    """Load obstore from a copy of its file, which the system treats as another library."""
     original = f"{_PACKAGE}._{_PACKAGE}"
     file = sys.modules[original].__file__
     with tempfile.TemporaryDirectory() as folder, _forgotten_modules():
@@ -209,14 +209,14 @@ def _forgotten_modules() -> Iterator[None]:
 
 
 class _Cause(NamedTuple):
-    """A cause of failures: a pattern of obstore's message, what to say, and an error number."""
+    """A cause of failures: a pattern of obstore's message, our message, and an error number."""
 
     pattern: str
     reason: str
     number: int = errno.EIO
 
 
-_CREDENTIALS = f"give them as {named('storage_options')}, or log in as the cloud's own tools do"
+_CREDENTIALS = f"give them as {named('storage_options')}, or log in with the cloud's own tools"
 _NETWORK = "check the name, the endpoint and the network"
 _CAUSES = (
     _Cause(
@@ -250,11 +250,11 @@ _CAUSES = (
     ),
     _Cause(
         "RangeNotSupported|non-partial response",
-        "the server does not answer requests of ranges",
+        "the server does not support range requests",
         errno.EOPNOTSUPP,
     ),
-    _Cause(r"Requested \d+\.\.\d+, got", "the server sent another range than it was asked for"),
-    _Cause("dns error", f"its host is not known; {_NETWORK}"),
+    _Cause(r"Requested \d+\.\.\d+, got", "the server sent another range than the requested one"),
+    _Cause("dns error", f"its host is unknown; {_NETWORK}"),
     _Cause(
         "InvalidCertificate|InvalidMessage|[Cc]ertificate",
         "the server's certificate is not trusted, or it does not speak TLS; check the URL, or give"
@@ -277,7 +277,7 @@ _CAUSES = (
 
 
 def failure(error: Exception, name: str) -> OSError:
-    """Return the error for a failed request, with its reason in a line, and without secrets."""
+    """Return the error for a failed request, with a one-line reason without secrets."""
     if isinstance(error, FileNotFoundError) and "NoSuchBucket" not in str(error):
         return FileNotFoundError(errno.ENOENT, "there is no such object", name)
     text = f"{type(error).__name__} {error}"
@@ -286,7 +286,7 @@ def failure(error: Exception, name: str) -> OSError:
             return OSError(cause.number, cause.reason, name)
     status = re.search(r"status: (\d{3})|status code: (\d{3})", text)
     if status is not None:
-        reason = f"the server answers with status {status[1] or status[2]}"
+        reason = f"the server answered with status {status[1] or status[2]}"
     else:  # (URLs may be signed)
         first = str(error).partition("\n")[0]
         reason = re.sub(r"\b\w+://\S+", "its URL", first)

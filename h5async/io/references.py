@@ -1,8 +1,8 @@
-"""Guesses what HDF5 will read of objects: superblocks, object headers, groups of any version.
+"""Guesses which metadata HDF5 will read: superblocks, object headers, groups of any version.
 
 The bytes of a structure enter; the places that it refers to leave, as the HDF5 File Format
-Specification (version 3.0) describes them. Nothing depends on a guess but time: HDF5 reads and
-checks everything itself. So bytes that make no sense give no guess, and never an error. Pure.
+Specification (version 3.0) describes them. A guess only saves time: HDF5 reads and checks
+everything itself. So bytes that make no sense yield no guess, and never an error. Pure.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _HEADER_NBYTES = 2048  # of an object header whose size is not known yet
 _MOST_HEADER_NBYTES = 1 << 20
 _MOST_HEAP_NBYTES = 1 << 24
 _CONTINUATION = 0x10
-IS_SHARED = 2  # a flag of a message, which lies elsewhere
+IS_SHARED = 2  # a flag of a message that is stored elsewhere
 _LEAST_HEADER_NBYTES, _MOST_BLOCKS = 64, 64
-_HEAD_V1_NBYTES = 8  # of a message; in version 2 there are 4 or 6
+_HEAD_V1_NBYTES = 8  # of a message; 4 or 6 in version 2
 _HEAD_V1, _HEAD_V2 = struct.Struct("<HHB"), struct.Struct("<BHB")  # type, size, flags
 
 
 def read_superblock(data: bytes, at: int) -> tuple[Format, Place]:
-    """Return what a superblock at an offset says, and where the root group is.
+    """Return the contents of a superblock at an offset, and the place of the root group.
 
-    Raises one of `NONSENSE` if there is none.
+    Raises one of `NONSENSE` if there is no superblock.
     """
     found = Cursor(data, Format(), Place(at, len(data)))
     found.expect(SIGNATURE)
@@ -60,7 +60,7 @@ def read_superblock(data: bytes, at: int) -> tuple[Format, Place]:
 
 
 def superblock_offsets(nbytes: int) -> Iterator[int]:
-    """Yield where HDF5 looks for the superblock in a file, with or without a user block."""
+    """Yield the offsets at which HDF5 looks for the superblock, with or without a user block."""
     at = 0
     while at + len(SIGNATURE) <= nbytes:
         yield at
@@ -82,7 +82,7 @@ def _old_sizes(found: Cursor, version: int) -> Format:
 
 
 def object_header(found: Cursor, *, is_whole: bool = False) -> Iterator[Place]:
-    """Yield what an object header refers to: its continuations, and what its messages name."""
+    """Yield the places that an object header refers to: continuations, and those of messages."""
     nbytes, head_nbytes = _beginning(found)
     if found.rest < nbytes <= _MOST_HEADER_NBYTES and not is_whole:
         again = partial(object_header, is_whole=True)
@@ -92,7 +92,7 @@ def object_header(found: Cursor, *, is_whole: bool = False) -> Iterator[Place]:
 
 
 def _beginning(found: Cursor) -> tuple[int, int]:
-    """Read up to the first message; return the bytes of all messages, and of the head of each."""
+    """Read up to the first message; return the size of all messages, and of each one's head."""
     if found.data[:4] != b"OHDR":
         found.expect(b"\x01\0")
         found.take(6)
@@ -123,7 +123,7 @@ def _messages(found: Cursor, nbytes: int, head_nbytes: int) -> Iterator[tuple[in
 
 
 def _named(found: Cursor, nbytes: int, head_nbytes: int, owner: int) -> Iterator[Place]:
-    """Yield what the messages of the object header at `owner` refer to."""
+    """Yield the places that the messages of the object header at `owner` refer to."""
     for kind, flags, body in _messages(found, nbytes, head_nbytes):
         if kind != _CONTINUATION and kind not in _MESSAGES:
             continue
@@ -144,13 +144,13 @@ def header_messages(
 ) -> Iterator[tuple[int, int, int, bytes]]:
     """Yield offset, type, flags and body of each message of an object header that HDF5 has read.
 
-    `read` is given an offset in the file and a number of bytes. One of `NONSENSE` is raised if it
-    is of an unknown form.
+    `read` is given an offset in the file and a number of bytes. Raises one of `NONSENSE` if the
+    header has an unknown form.
     """
     head = Cursor(read(at, _LEAST_HEADER_NBYTES), form, Place(at, _LEAST_HEADER_NBYTES))
     nbytes, head_nbytes = _beginning(head)
     blocks = [(at + head.at, nbytes)]
-    for number, (begin, nbytes) in enumerate(blocks):  # (which grows)
+    for number, (begin, nbytes) in enumerate(blocks):  # (the list grows)
         if number == _MOST_BLOCKS or not (begin >= 0 and 0 <= nbytes <= _MOST_HEAP_NBYTES):
             raise ValueError("an object header of an unknown form")
         block = Cursor(read(begin, nbytes), form, Place(begin, nbytes))
@@ -161,7 +161,7 @@ def header_messages(
             message = Cursor(body, form, block.place)
             offset, length = message.address(), message.length()
             is_first = head_nbytes == _HEAD_V1_NBYTES
-            # A signature and a checksum enclose those of version 2.
+            # In version 2, a block has a signature before its messages, and a checksum after them.
             blocks.append((offset, length) if is_first else (offset + 4, length - 8))
 
 
@@ -234,7 +234,7 @@ def _link_info(found: Cursor) -> Iterator[Place]:
 
 
 def _links(found: Cursor, group: int) -> Iterator[Place]:
-    """Yield the objects that a row of links leads to."""
+    """Yield the objects that consecutive links lead to."""
     while True:
         yield from _link(found, group)
 
@@ -260,7 +260,7 @@ _MESSAGES: dict[int, Find] = {
     0x11: _symbol_table,
     0x15: _attribute_info,
 }
-# Kinds of chunk indices: the size of their parameters, and what makes their place.
+# Types of chunk indices: the size of their parameters, and the function for their place.
 _INDICES: dict[int, tuple[int, Callable[[Format, int], Place] | None]] = {
     3: (1, fixed_array),
     4: (5, extensible_array),

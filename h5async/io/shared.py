@@ -1,8 +1,8 @@
-"""Makes memory: what processes share, with descriptions of arrays in it, and what grows.
+"""Makes memory: shared between processes, with descriptions of arrays in it; and growing buffers.
 
 Shared memory is one anonymous file. All processes have its descriptor; it has no name in the file
-system, and disappears when the last process closes it. A process maps each part that it adds. For
-arrays that another process describes it maps the whole file once, and again when the file has
+system, and disappears when the last process closes it. A process maps each part that it adds. To
+access arrays described by another process, it maps the whole file once, and again when the file has
 grown.
 """
 
@@ -33,11 +33,11 @@ from h5async.system.interruptions import call_when_gone, suppressing
 try:
     import fcntl
     import resource
-except ImportError:  # Windows, where no helper processes are
+except ImportError:  # Windows, where there are no helper processes
     fcntl = resource = None  # type: ignore[assignment]
 
 _MAPS = hasattr(mmap, "MAP_ANONYMOUS")  # else NumPy allocates
-MORE = 4  # memory is larger than requested by a quarter
+MORE = 4  # a quarter more memory is allocated than requested
 
 
 class ArraySpec(NamedTuple):
@@ -64,11 +64,11 @@ def plain_memory(nbytes: int) -> NDArray[np.uint8]:
 
 
 class Growing:
-    """A buffer for filling one slot: the largest size requested so far, and a quarter more.
+    """A buffer for filling one slot, with the largest size requested so far, and a quarter more.
 
     It grows only while its slot is filled, when its former content is no longer used. `make`
-    returns new memory, uint8 (nbytes,), as a NumPy or a CuPy array. `nbytes` are allocated at once,
-    unless `block` exists already.
+    returns new memory, uint8 (nbytes,), as a NumPy or a CuPy array. `nbytes` are allocated
+    immediately, unless a `block` is given.
     """
 
     def __init__(self, make: Callable[[int], Any], nbytes: int = 0, block: Any = None) -> None:
@@ -76,9 +76,9 @@ class Growing:
         self._block = make(nbytes) if nbytes and block is None else block
 
     def of(self, nbytes: int) -> Any:
-        """Return `nbytes` of memory: the same memory each time, while it suffices."""
+        """Return `nbytes` of memory: the same memory each time, as long as it suffices."""
         if self._block is None or nbytes > self._block.nbytes:
-            self._block = None  # first, because both together may be too much
+            self._block = None  # freed first, because both together may be too much
             self._block = self._make(nbytes + nbytes // MORE)
         return self._block[:nbytes]
 
@@ -98,9 +98,9 @@ def call_before_unmap(
 ) -> weakref.finalize[Any, Any]:
     """Call a function when the last array over some memory is gone, and before it is unmapped.
 
-    `memory` is as `page_memory` and `SharedMemory.empty` return it; `function` must not refer to
-    it. What was registered last is called first. Nothing is called at interpreter exit. Calling the
-    result calls the function now, and not again.
+    `memory` is from `page_memory` or `SharedMemory.empty`; `function` must not refer to it. The
+    function registered last is called first; none is called at interpreter exit. Calling the result
+    calls the function now, and not again later.
     """
     block = _block_of(memory)
     assert isinstance(block, _Map), "this memory is not mapped here"
@@ -117,7 +117,7 @@ def _block_of(array: NDArray[Any]) -> object:
 
 
 class SharedMemory:
-    """Memory shared with other processes. Safe to use from many threads, and processes.
+    """Memory shared with other processes. Safe to use from many threads and processes.
 
     `fd` is the descriptor of memory that another process made; None: make new memory. `OSError` is
     raised if the system has no descriptor left.
@@ -127,7 +127,7 @@ class SharedMemory:
         self._file = _new_file() if fd is None else FileIO(fd)
         self.fd = self._file.fileno()
         self._lock = threading.Lock()
-        self._key = object()  # tells the maps of this memory from others
+        self._key = object()  # distinguishes the maps of this memory from others
         self._spare: NDArray[np.uint8] = np.empty(0, np.uint8)  # mapped, but not in use yet
         self._whole: NDArray[np.uint8] | None = None
 
@@ -139,7 +139,7 @@ class SharedMemory:
         room = _whole_pages(nbytes)
         with self._lock:
             # Small arrays share a map, because a process may have only some 65,000 maps. A large
-            # array has a map of its own, which ends with it.
+            # array has its own map, which is unmapped with it.
             if room >= _MAP_NBYTES:
                 return self._grown(room)[:nbytes]
             if room > self._spare.nbytes:
@@ -160,9 +160,9 @@ class SharedMemory:
         return array
 
     def discard(self, spec: ArraySpec) -> None:
-        """Give memory that one call of `empty` returned back to the system.
+        """Give memory from one call of `empty` back to the system; it then holds zeros.
 
-        It holds zeros then. Systems that cannot do this keep it as it is.
+        On systems that cannot do this, it is left as it is.
         """
         if spec.nbytes and hasattr(mmap, "MADV_REMOVE"):
             _libc().madvise(
@@ -194,7 +194,7 @@ class SharedMemory:
                 os.ftruncate(self.fd, offset + nbytes)
                 return _mapped(self._key, self.fd, offset, nbytes)
             except (OSError, OverflowError) as error:
-                with suppressing(OSError):  # else other processes could not map the whole file
+                with suppressing(OSError):  # otherwise others could not map the whole file
                     os.ftruncate(self.fd, offset)
                 raise _refusal(nbytes, error) from error
         finally:
@@ -204,9 +204,8 @@ class SharedMemory:
 class _Map:
     """Pages of a file, or anonymous ones (`fd` < 0), mapped until the last array over them is gone.
 
-    `mmap.mmap` would keep a descriptor each, and calls weak references only after it has unmapped.
-    `key` identifies the `SharedMemory` that it belongs to; None if none. `offset` is its begin in
-    the file.
+    `mmap.mmap` would keep one descriptor each, and calls weak references only after unmapping.
+    `key` identifies the `SharedMemory` it belongs to, if any; `offset` is its position in the file.
     """
 
     def __init__(
@@ -220,11 +219,11 @@ class _Map:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
         self.key, self.offset, self.address = key, offset, address
-        # Not by `__del__`, which would run before what `call_before_unmap` registers. The first
+        # Not in `__del__`, which would run before the functions of `call_before_unmap`. The first
         # finalizer runs last.
         call_when_gone(self, libc.munmap, address, nbytes)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            libc.madvise(address, nbytes, mmap.MADV_HUGEPAGE)  # a hint: some kernels lack them
+            libc.madvise(address, nbytes, mmap.MADV_HUGEPAGE)  # a hint: not in all kernels
         self.__array_interface__ = {
             "version": 3,
             "data": (address, not is_writable),
@@ -255,8 +254,8 @@ def _mapped(key: object, fd: int, offset: int, nbytes: int) -> NDArray[np.uint8]
 def map_file(fd: int, nbytes: int) -> NDArray[np.uint8]:
     """Map the beginning of a file for reading; processes that map it share the memory.
 
-    The descriptor may be closed then. If the file is cut short later, touching pages beyond its end
-    kills the process. `OSError` is raised if it cannot be mapped.
+    The descriptor may be closed afterwards. If the file is truncated later, touching pages beyond
+    its end kills the process. `OSError` is raised if it cannot be mapped.
     """
     if not _MAPS:
         with open(fd, "rb", closefd=False) as file:
@@ -265,14 +264,14 @@ def map_file(fd: int, nbytes: int) -> NDArray[np.uint8]:
 
 
 def forget_pages(array: NDArray[Any]) -> None:
-    """Release the pages of an array of `map_file`; if they are used again, they are read again.
+    """Release the pages of an array from `map_file`; if used again, they are read again.
 
     Pages that only partly belong to the array are kept. Must not be called for other memory.
     """
     page = mmap.PAGESIZE
     begin = -(-array.ctypes.data // page) * page
     nbytes = (array.ctypes.data + array.nbytes) // page * page - begin
-    if nbytes > 0 and sys.platform == "linux":  # elsewhere it may mean other things
+    if nbytes > 0 and sys.platform == "linux":  # elsewhere it may mean something else
         _libc().madvise(begin, nbytes, mmap.MADV_DONTNEED)
 
 
@@ -282,12 +281,12 @@ def _whole_pages(nbytes: int) -> int:
 
 
 def _refusal(nbytes: int, error: Exception) -> OutOfMemoryError:
-    """Return the error that says what to do if the system gives no shared memory."""
+    """Return the error for the system's refusal of shared memory, with a remedy."""
     hint = f"make {named('batch_size')} or {named('prefetch')} smaller"
     number = getattr(error, "errno", None)
     largest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if number == errno.EFBIG and largest != resource.RLIM_INFINITY:
-        hint = "raise the limit on the size of files (ulimit -f): it holds for shared memory, too"
+        hint = "raise the limit on the size of files (ulimit -f): it also limits shared memory"
     elif number == errno.ENOMEM:
         hint += ", or raise the limits on address space (ulimit -v) and on maps (vm.max_map_count)"
     return OutOfMemoryError(

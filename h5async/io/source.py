@@ -1,11 +1,11 @@
-"""Source, an open source: bytes that rows and metadata are read of, wherever they lie.
+"""`Source`: an open file or object, wherever it is stored, that rows and metadata are read from.
 
-A local file is identified by device and inode, and a state of it by size and times as well. Local
-files are opened here; which of them may be mapped into memory is told, too.
+A local file is identified by device and inode, and its state also by size and times. This module
+opens local files, and decides which of them may be mapped into memory.
 
-`SideBySide` calls functions that block, so that who waits for them can be interrupted. A call that
-waits for the network, outside of Python, cannot be ended. So it runs in a thread of its own, and is
-left alone when nobody waits for it any more.
+`SideBySide` calls blocking functions so that the caller can be interrupted. A call that waits for
+the network outside of Python cannot be ended. So it runs in its own thread, and is abandoned when
+nobody waits for it any more.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer  # in `collections.abc` from Python 3.12
 
 # The tick of file systems' clock: that of Linux's CLOCK_REALTIME_COARSE, for which Python has no
-# name; if the system does not tell it, twice that of most kernels.
+# name; if unknown, twice that of most kernels.
 _COARSE_CLOCK, _TICK_NS = 5, 20_000_000
 if sys.platform == "linux" and (_seconds := time.clock_getres(_COARSE_CLOCK)) >= 0.001:
     _TICK_NS = int(_seconds * 1e9)
 
 
 class FileStamp(NamedTuple):
-    """A file, by device and inode, and its state: size, times of content and status.
+    """A file, by device and inode, and its state: size, and times of content and status.
 
-    For sources of other stores these are any numbers that differ where sources, or states of them,
-    do; `nbytes` is their size.
+    For sources in other stores these are numbers that differ between sources and between their
+    states, except for `nbytes`, their size.
     """
 
     device: int
@@ -68,31 +68,31 @@ class FileStamp(NamedTuple):
         return self.device, self.inode
 
     def has_content_of(self, other: FileStamp) -> bool:
-        """Tell whether no more than its status has changed: its mode, its names."""
+        """Tell whether at most the status (mode, names) differs."""
         return self[:4] == other[:4]
 
     @classmethod
     def of_tag(cls, tag: str, nbytes: int) -> FileStamp:
-        """Return the stamp of a source that is another one as soon as its tag changes."""
+        """Return the stamp of a source that is identified by a tag."""
         digest = hashlib.blake2b(tag.encode(), digest_size=16).digest()
         device, inode = (n >> 1 for n in struct.unpack("<QQ", digest))
         return cls(device, inode, nbytes)
 
     @classmethod
     def of(cls, file: int | str | Path) -> FileStamp:
-        """Return the stamp of an open file, by its descriptor, or of what lies at a path now."""
+        """Return the stamp of an open file, given its descriptor, or of the file now at a path."""
         status = os.stat(file)
         times = status.st_mtime_ns, status.st_ctime_ns
         return cls(status.st_dev, status.st_ino, status.st_size, *times)
 
 
 def settled(read: Callable[[], FileStamp]) -> FileStamp:
-    """Return a stamp that `read` returns; if possible, once any later change would show in it.
+    """Return the stamp from `read`, if possible one that any later change of the file will change.
 
     File systems take the time of a write when it begins, from a clock that ticks every few
-    milliseconds (some count whole seconds). So a second change within a tick, and the rest of that
-    write, leave no trace. If the file was changed that recently, this waits for a tick, and for two
-    at most, since the file may be written to all the time.
+    milliseconds (some count whole seconds). So a second change within a tick, and the rest of a
+    write, leave no trace. If the file was changed that recently, this waits for a tick, but for no
+    more than two, because the file may be written to all the time.
     """
     stamp = read()
     for _ in range(2):
@@ -117,8 +117,8 @@ def lies_at(path: str, stamp: FileStamp) -> bool:
 def changed(path: str, what: str) -> ReadError:
     """Return the error for a file that was changed under a reader."""
     return ReadError(
-        f"{path} was changed while it was being read: {what}; make a new reader, which reads it as"
-        " it is now (and a new saved index before that, if one was named)"
+        f"{path} was changed while it was being read: {what}; make a new reader to read it as it is"
+        " now (after making a new saved index, if one was named)"
     )
 
 
@@ -127,19 +127,19 @@ def replaced(path: str) -> ReadError:
     if scheme_of(path):
         return ReadError(
             f"{path} was replaced by another one after it had been indexed; make a new reader, or a"
-            " new index, which reads the new one"
+            " new index, to read the new one"
         )
     return ReadError(
-        f"{path} was replaced by another file after it had been indexed, and was not kept open:"
-        " only as many files are as the limit of open files allows (ulimit -n), and none of a saved"
-        " index that was named; make a new reader, or a new index, which reads the new file"
+        f"{path} was replaced by another file after it had been indexed, and was not kept open"
+        " (because of the limit on open files, ulimit -n, or because a saved index was named);"
+        " make a new reader, or a new index, to read the new file"
     )
 
 
 class WebAddress(NamedTuple):
-    """Where a source can be had by HTTP, for some time: by requests with these header lines.
+    """A URL that serves a source for some time, to requests with these header lines.
 
-    Answers must have the ETag.
+    Responses must have the ETag.
     """
 
     url: str
@@ -149,10 +149,10 @@ class WebAddress(NamedTuple):
 
 
 class MappedMirror(NamedTuple):
-    """A file with blocks of a source in their places, and behind them a checksum of each.
+    """A file with blocks of a source at their offsets, followed by a checksum of each.
 
-    `path` and `file_id` tell whether it lies there still. `weights` of words are what checksums
-    are made with; `marks` note which blocks this process has compared.
+    `path` and `file_id` serve to check that it is still in place. `weights` are the words' factors
+    in checksums; `marks` has 1 for each block that this process has compared.
     """
 
     path: Path
@@ -165,66 +165,66 @@ class MappedMirror(NamedTuple):
 class Source(ABC):
     """An open source. Safe to use from many threads.
 
-    `identity` says what tells its states apart.
+    `identity` names the property that distinguishes its states.
     """
 
     identity = "its stamp"
-    at_once = 1  # ranges that one call of `get_ranges` is best given, if many threads call it
-    retries = 0  # requests that were repeated, as far as it can tell
+    at_once = 1  # the best number of ranges for a call of `get_ranges`, if many threads call it
+    retries = 0  # repeated requests, as far as it knows
 
     @abstractmethod
     def stamp(self) -> FileStamp:
-        """Return the state of what is open."""
+        """Return the state of the open source."""
 
     @abstractmethod
     def get_ranges(self, offsets: Sequence[int], lengths: Sequence[int]) -> Sequence[Buffer]:
-        """Return ranges, each a buffer of exactly the length asked for, valid while referenced.
+        """Return ranges, each a buffer of exactly the requested length, valid while referenced.
 
-        `ReadError` is raised if the source ends before, or is not what was opened any more. Called
-        from many threads, without any lock.
+        `ReadError` is raised if the source ends earlier, or is no longer in the state that was
+        opened. Called from many threads, without any lock.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Close it, and end calls that wait for bytes. Idempotent."""
+        """Close the source, and end calls that wait for bytes. Idempotent."""
 
     @property
     def mirror(self) -> MappedMirror | None:
-        """What is kept of it on a local disk; None: nothing is."""
+        """The mirror of the source on a local disk, if any."""
         return None
 
     def over(self, change: Callable[[Source], Source]) -> Source:
-        """Return the source that `change` makes of this one, or of the one that this one keeps."""
+        """Return `change(self)`; a cache applies it to its inner source, and returns itself."""
         return change(self)
 
     def web_address(self) -> WebAddress | None:
-        """Return where any other client can have it; None: nowhere."""
+        """Return an address for other HTTP clients, if there is one."""
         return None
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Return bytes; fewer where the source ends."""
+        """Return bytes; fewer at the end of the source."""
         there = max(0, min(nbytes, self.stamp().nbytes - offset))
         return bytes(self.get_ranges([offset], [there])[0])
 
 
 class SourceOver(Source):
-    """A source that has its bytes of another one, which is closed with it."""
+    """A source that reads from another one, which is closed with it."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
         self.identity, self.at_once = source.identity, source.at_once
 
     def stamp(self) -> FileStamp:
-        """Return the state of what is open."""
+        """Return the state of the other source."""
         return self.source.stamp()
 
     @property
     def retries(self) -> int:  # type: ignore[override]
-        """Those of the other source."""
+        """The repeated requests of the other source."""
         return self.source.retries
 
     def close(self) -> None:
-        """Close it, and end calls that wait for bytes. Idempotent."""
+        """Close the source, and end calls that wait for bytes. Idempotent."""
         self.source.close()
 
 
@@ -232,7 +232,7 @@ class SourceOver(Source):
 
 IoMode = Literal["auto", "pread", "map"]
 
-# In a memory map, an I/O error is a fatal signal. So files are mapped only if their bytes come from
+# An I/O error in a memory map is a fatal signal. So files are mapped only if their bytes come from
 # this machine's own disks or memory. The numbers are Linux's (linux/magic.h, statfs(2)).
 _LOCAL_FILE_SYSTEMS = {
     0xCA451A4E: "bcachefs",
@@ -287,15 +287,15 @@ def can_map(file: str | int) -> bool:
     ask_path, ask_descriptor = _statfs()
     if ask_path is None:
         return False
-    # The system is asked about the file itself, not the table of mounts, whose names would have to
-    # be decoded, and which later mounts change.
+    # The system is asked about the file itself. The table of mounts would not do: its names would
+    # have to be decoded, and later mounts change it.
     status = (ctypes.c_uint32 * (_STATFS_NBYTES // 4))()
     if isinstance(file, int):
         failed = ask_descriptor(file, status)
     else:
         failed = ask_path(os.fsencode(file), status)
     # The structure begins with the type: 32 bits, or on some machines 64, lower half first. (On
-    # big-endian ones this is 0, and files are not mapped.)
+    # 64-bit big-endian machines this reads 0, and files are not mapped.)
     return not failed and int(status[0]) in _LOCAL_FILE_SYSTEMS
 
 
@@ -320,7 +320,7 @@ def read_ahead(path: FileName, nbytes: int) -> None:
 
 # --- side by side ---------------------------------------------------------------------------------
 
-_MOST = 64  # at a time, of one call
+_MOST = 64  # functions at a time, in one call
 _EXIT_SECONDS = 1.0
 
 T = TypeVar("T")
@@ -329,21 +329,21 @@ _Answers = queue.SimpleQueue[tuple[int, Any, Exception | None]]  # number, resul
 
 
 class _Collecting:
-    """Whether the garbage collector is to run again once no thread keeps it from that."""
+    """Whether to enable the garbage collector again when no thread holds it off any more."""
 
     lock, num_keeping, was_on = threading.Lock(), 0, False
 
 
 @contextmanager
 def collecting_later() -> Iterator[None]:
-    """Keep the garbage collector from running, as whoever holds HDF5's lock must while it waits.
+    """Keep the garbage collector from running, for a thread that waits while it holds HDF5's lock.
 
-    It runs in any thread. In one of those that are waited for, it may come to an object of h5py,
-    which is freed under that lock: both would wait for ever. It runs again once all threads that
-    are in here have left.
+    The collector may run in any thread, including one that is waited for. There it may free an
+    object of h5py, which needs that lock: a deadlock. It is enabled again when all threads have
+    left this context.
     """
     is_on = gc.isenabled()
-    gc.disable()  # also while the lock is held
+    gc.disable()  # not while the lock is held, either
     with _Collecting.lock:
         _Collecting.num_keeping += 1
         _Collecting.was_on |= is_on or gc.isenabled()
@@ -368,7 +368,7 @@ class SideBySide:
     def call(self, functions: Sequence[Callable[[], T]]) -> list[T]:
         """Return the results of functions, in order, or raise the first error.
 
-        `ReadError` is raised if it was stopped.
+        `ReadError` is raised after `stop`.
         """
         answers: _Answers = queue.SimpleQueue()
         todo, found = [*enumerate(functions)][::-1], dict[int, T]()
@@ -396,7 +396,7 @@ class SideBySide:
 
 
 def start(function: Callable[[], None]) -> None:
-    """Have a thread call a function, for which the end of the interpreter waits a moment."""
+    """Call a function in a new thread, which the interpreter's exit waits for a moment."""
     _thread.start_new_thread(_work, ([(0, function)], queue.SimpleQueue()))
 
 
@@ -427,5 +427,5 @@ def _work(todo: _Todo, answers: _Answers) -> None:
 
 @atexit.register
 def _wait_at_exit() -> None:
-    """Wait a moment: a thread that comes back into Python while that ends would crash it."""
+    """Wait a moment: a thread that returns to Python during its finalization would crash it."""
     _has_ended.wait(lambda: not _running, _EXIT_SECONDS)

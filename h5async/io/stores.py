@@ -1,9 +1,9 @@
-"""Stores of sources: the seam between HDF5 files, wherever they lie, and whoever reads them.
+"""Stores of sources: the interface between HDF5 files, wherever they are, and their readers.
 
-The name of a source enters; an open source leaves, of which byte ranges are read, or an h5py file
-over it. The scheme of a name says in which store it lies: ``"memory"`` that of
-``"memory://a.h5"``; a name without a registered scheme is the path of a local file. All that
-others know of a source is its name and its stamps.
+The name of a source enters; an open source, for reading byte ranges, or an h5py file over it
+leaves. The scheme of a name selects the store: ``"memory"`` for ``"memory://a.h5"``; a name without
+a registered scheme is the path of a local file. Other modules know only the name and the stamps of
+a source.
 """
 
 from __future__ import annotations
@@ -44,28 +44,28 @@ if TYPE_CHECKING:
 
 
 class Store(ABC):
-    """Sources of one kind, by their names. Safe to use from many threads.
+    """Sources of one kind, by name. Safe to use from many threads.
 
-    The stamp of a source identifies its state. It is compared with others, also of other processes
-    and of saved indices: `FileStamp.of_tag` makes one of an ETag.
+    The stamp of a source identifies its state. It is also compared with stamps from other processes
+    and saved indices. `FileStamp.of_tag` makes one from an ETag.
     """
 
     is_lasting = True  # whether names lead to the same sources in other processes
-    is_local = False  # whether names are paths, which the core opens itself, and links may lead to
+    is_local = False  # whether names are paths: the core opens them itself, links may lead to them
 
     @abstractmethod
     def open(self, name: str, *, is_patient: bool = False) -> Source:
-        """Open a source; `OSError` if that fails, `FileNotFoundError` if there is none.
+        """Open a source; `OSError` if that fails, `FileNotFoundError` if it does not exist.
 
-        If `is_patient`, reads wait for a fault of the network to pass; else they tell it soon.
+        If `is_patient`, reads wait for network faults to pass; else they soon raise an error.
         """
 
     def matching(self, name: SourceName) -> list[str] | None:
-        """Return the names of the sources that match a glob, sorted; None if it is none."""
+        """Return the names of the sources that match a glob, sorted; None if it is not a glob."""
         return None
 
     def stamp(self, name: str) -> FileStamp:
-        """Return the state of a source; raises as `open`."""
+        """Return the state of a source; raises like `open`."""
         with closing(self.open(name)) as source:
             return source.stamp()
 
@@ -99,14 +99,14 @@ class Store(ABC):
 
 
 class LocalSource(Source):
-    """An open file of this machine, by its descriptor, which `file` owns."""
+    """An open local file, by its descriptor, which `file` owns."""
 
     def __init__(self, descriptor: int, file: io.FileIO | None = None) -> None:
         self._descriptor = descriptor
         self._file = file
 
     def stamp(self) -> FileStamp:
-        """Return the state of the open file, whatever lies at its path now."""
+        """Return the state of the open file, whatever is at its path now."""
         return FileStamp.of(self._descriptor)
 
     def get_ranges(self, offsets: Sequence[int], lengths: Sequence[int]) -> Sequence[Buffer]:
@@ -123,7 +123,7 @@ class LocalSource(Source):
         return found
 
     def fills(self, out: Any, offset: int) -> bool:
-        """Read to a buffer; return whether it was filled."""
+        """Read into a buffer; return whether it was filled."""
         return bool(os.preadv(self._descriptor, [out], offset) == out.nbytes)
 
     def close(self) -> None:
@@ -133,13 +133,13 @@ class LocalSource(Source):
 
 
 class LocalState(Source):
-    """A file of this machine in one state, at a path; it is open only while it is read."""
+    """A local file at a path, in one state; it is open only while it is being read."""
 
     def __init__(self, path: str, stamp: FileStamp) -> None:
         self._path, self._stamp = path, stamp
 
     def stamp(self) -> FileStamp:
-        """Return the state that all reads are of."""
+        """Return the state that all reads refer to."""
         return self._stamp
 
     def get_ranges(self, offsets: Sequence[int], lengths: Sequence[int]) -> Sequence[Buffer]:
@@ -148,15 +148,15 @@ class LocalState(Source):
             source = LocalSource(file.fileno())
             found = source.get_ranges(offsets, lengths)
             if not source.stamp().has_content_of(self._stamp):
-                raise changed(self._path, "what is kept of it is of its former state")
+                raise changed(self._path, "its cached bytes are from its former state")
         return found
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
 
 class LocalStore(Store):
-    """Files of this machine, by their paths."""
+    """Local files, by path."""
 
     is_local = True
 
@@ -166,13 +166,13 @@ class LocalStore(Store):
         return LocalSource(file.fileno(), file)
 
     def stamp(self, name: str) -> FileStamp:
-        """Return the state of what lies at a path now."""
+        """Return the state of the file now at a path."""
         return FileStamp.of(name)
 
     def open_hdf5(
         self, name: str, metadata_nbytes: int | None = None, *, in_use: bool = False
     ) -> HDF5File:
-        """Open a file by HDF5's own driver, also if it is open for writing; see `open_hdf5`."""
+        """Open a file with HDF5's own driver, also if it is open for writing; see `open_hdf5`."""
         try:
             with suppressing(FileNotFoundError, NotADirectoryError):
                 mode = os.stat(name).st_mode
@@ -192,10 +192,10 @@ class LocalStore(Store):
 
 
 def _open_local(name: str, metadata_nbytes: int | None, *, in_use: bool) -> HDF5File:
-    try:  # (if in use, its writer may be about to open it again)
+    try:  # (without a lock if in use: its writer may be about to open it again)
         return _open(name, metadata_nbytes, _unlock if in_use else None)
     except OSError as error:
-        # The caller has it open in another way, and HDF5 requires equal settings; or a writer
+        # The program has it open with other settings, and HDF5 requires equal ones; or a writer
         # permits readers (SWMR).
         others: list[dict[str, Any]] = []
         if "file locking" in str(error):
@@ -209,9 +209,9 @@ def _open_local(name: str, metadata_nbytes: int | None, *, in_use: bool) -> HDF5
 
 
 def open_apart(name: str) -> HDF5File:
-    """Open a local file for reading, as another one to HDF5 than one that is opened otherwise.
+    """Open a local file for reading, separately from HDF5's other handles of the same file.
 
-    It is not locked, and shares what HDF5 knows of it only with others that are opened like this.
+    It is not locked, and shares HDF5's state only with handles that are opened in this way.
     """
 
     def set_apart(properties: h5py.h5p.PropFAID) -> None:
@@ -224,7 +224,7 @@ def open_apart(name: str) -> HDF5File:
 
 
 def open_over(content: MetadataFile, name: str, metadata_nbytes: int | None = None) -> HDF5File:
-    """Open a file whose bytes a file object has; raises what h5py raises."""
+    """Open a file whose bytes come from a file object; raises h5py's errors."""
 
     def set_driver(properties: h5py.h5p.PropFAID) -> None:
         properties.set_fileobj_driver(h5py.h5fd.fileobj_driver, content)
@@ -243,7 +243,7 @@ def _open(
     metadata_nbytes: int | None,
     change: Callable[[h5py.h5p.PropFAID], None] | None = None,
 ) -> HDF5File:
-    """Open a file by access properties that `change` changes."""
+    """Open a file with access properties that `change` modifies."""
     properties = _access_properties(metadata_nbytes)
     if change is not None:
         properties = properties.copy()
@@ -254,7 +254,7 @@ def _open(
 
 @functools.cache
 def _access_properties(metadata_nbytes: int | None) -> h5py.h5p.PropFAID:
-    """Return the default access properties or, to read metadata, those without a chunk cache.
+    """Return the default access properties, or, to read metadata, ones without a chunk cache.
 
     HDF5 would allocate that cache whenever a dataset is opened.
     """
@@ -277,7 +277,7 @@ _PROCESS = secrets.token_hex(8)  # stamps of file objects mean nothing elsewhere
 
 
 class FileObjectSource(Source):
-    """An open file object, in which only one thread reads at a time; its owner closes it."""
+    """An open file object, read by one thread at a time; its owner closes it."""
 
     identity = "the file object and its size"
 
@@ -288,7 +288,7 @@ class FileObjectSource(Source):
         self._stamp = self._now()
 
     def stamp(self) -> FileStamp:
-        """Return the size, and which object it is."""
+        """Return a stamp of the object's identity and size."""
         return self._now()
 
     def get_ranges(self, offsets: Sequence[int], lengths: Sequence[int]) -> Sequence[Buffer]:
@@ -316,12 +316,12 @@ class FileObjectSource(Source):
 
 
 class FileObjectStore(Store):
-    """Python's file objects that names carry: of `open`, `fsspec.open`, and `BytesIO`."""
+    """Python's file objects, carried by names: from `open`, `fsspec.open`, or `BytesIO`."""
 
     is_lasting = False
 
     def open(self, name: str, *, is_patient: bool = False) -> Source:
-        """Return a source over the file object of a name."""
+        """Return a source over the name's file object."""
         if not isinstance(name, ObjectName):
             raise FileNotFoundError(errno.ENOENT, "a file object cannot be given by its name", name)
         try:
@@ -334,7 +334,7 @@ class FileObjectStore(Store):
 
 LOCAL = LocalStore()
 _STORES: dict[str, Store] = {OBJECT_SCHEME: FileObjectStore()}
-_UNTIDY = re.compile(r"//|/\.?(/|$)")  # what `Path` changes
+_UNTIDY = re.compile(r"//|/\.?(/|$)")  # parts that `Path` would change
 
 
 def register(scheme: str, store: Store) -> None:
@@ -349,12 +349,12 @@ def store_of(name: FileName) -> Store:
 
 
 def far_names(names: Sequence[FileName]) -> list[str]:
-    """Return the names of those that are no local files."""
+    """Return the names of sources that are not local files."""
     return [str(name) for name in names if not store_of(name).is_local]
 
 
 def absolute_name(name: FileName) -> str:
-    """Return a name that is the same when the current directory changes."""
+    """Return a name that stays valid when the current directory changes."""
     text = str(name)
     if not store_of(name).is_local or (text.startswith("/") and not _UNTIDY.search(text)):
         return text
@@ -367,14 +367,14 @@ def real_name(name: FileName) -> str:
 
 
 def settled_stamp(name: FileName) -> FileStamp:
-    """Return the state of a source; if possible, once any later change would show in it."""
+    """Return the state of a source, if possible one that any later change will change."""
     return settled(partial(store_of(name).stamp, str(name)))
 
 
 def are_at(several: Iterable[tuple[FileName, FileStamp]]) -> list[bool]:
-    """Tell for each source whether it is in the state of a stamp; those far away are asked at once.
+    """Tell for each source whether it is in the state of a stamp; False if that is unknown.
 
-    One that cannot be asked is not.
+    Sources that are not local are asked in parallel.
     """
 
     def is_at(name: FileName, stamp: FileStamp) -> bool:
@@ -403,9 +403,8 @@ def open_hdf5(
 ) -> HDF5File:
     """Open a source for reading with h5py; the caller closes it.
 
-    HDF5 caches `metadata_nbytes` of its metadata; None: as many as by default. The settings of a
-    file that is already open in this process stay. `in_use`: also open a file that a writer has
-    locked and may be writing to, without a lock. `ReadError` is raised if it cannot be opened, and
-    says why.
+    HDF5 caches `metadata_nbytes` of its metadata; None: its default. A file that is already open in
+    this process keeps its settings. `in_use`: also open a file that a writer has locked and may be
+    writing to, without a lock. `ReadError`, raised if it cannot be opened, says why.
     """
     return store_of(name).open_hdf5(str(name), metadata_nbytes, in_use=in_use)

@@ -1,1 +1,1 @@
-"""Decides which samples a batch holds, from settings and a position. Opens no file."""
+"""Computes the samples of a batch from settings and a position. Opens no file."""

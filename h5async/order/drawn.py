@@ -1,12 +1,12 @@
-"""Orders that a user's sampler draws, an epoch at a time.
+"""Takes the order of samples from a user's sampler, an epoch at a time.
 
-A sampler is an iterable of sample numbers, or of lists of them, which are the batches. Each epoch
+A sampler is an iterable of sample numbers, or of batches: lists of sample numbers. Each epoch
 iterates it again, after calling its `set_epoch`, if it has one. An epoch is drawn as a whole and
 kept while it lasts, at 8 bytes a sample.
 
 A reader that goes back, or is given a state, draws an epoch again. It starts from the state that
 the sampler had at the epoch's beginning, or calls `set_epoch`. A sampler with neither is iterated
-once for each earlier epoch. The result must equal what was drawn when the state was saved.
+once for each earlier epoch. The result must equal the samples drawn when the state was saved.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _END: Any = object()
 
 
 class _Epoch(NamedTuple):
-    """What was drawn for an epoch, and the sampler's state at its beginning, if it has one.
+    """The samples drawn for an epoch, and the sampler's state at its beginning, if it has one.
 
     `bounds`, int64 (batches + 1,), is where the batches begin, if the sampler draws batches.
     """
@@ -55,10 +55,10 @@ class _Epoch(NamedTuple):
 class SamplerOrder(Order):
     """The order that a sampler draws. Thread-safe.
 
-    A batch drawn by the sampler stands for `batch_size` positions, though it may be shorter; `size`
-    is the number of positions of an epoch, which `epoch_samples` ends if the sampler has not.
-    `check` raises for samples that the reader excludes. Raises `ConfigError` if the sampler draws
-    invalid numbers or too large a batch, or never ends.
+    A batch drawn by the sampler counts as `batch_size` positions, though it may be shorter; `size`
+    is the number of positions in an epoch. An epoch ends after `epoch_samples`, if the sampler has
+    not ended before. `check` raises for samples that the reader excludes. Raises `ConfigError` if
+    the sampler draws invalid numbers or too large a batch, or never ends.
     """
 
     def __init__(
@@ -79,14 +79,14 @@ class SamplerOrder(Order):
         self._lock = threading.RLock()
         self._epochs: dict[int, _Epoch] = {}
         self._first: tuple[int, Any] | None = None  # the first epoch and its initial state
-        self._begun = 0  # the epoch that the next iteration draws
+        self._begun = 0  # the epoch that the sampler's next iteration draws
         first = self._epoch(0)
         self.size, self.draws_batches = self._positions(first), first.bounds is not None
 
     def samples(self, epoch: int, start: int, stop: int) -> Int64s:
         """Return the samples at positions `start` to `stop` of an epoch, as a new array.
 
-        Raises `ConfigError` for invalid numbers, or not as many as for the first epoch.
+        Raises `ConfigError` for invalid numbers, or a different count than in the first epoch.
         """
         found = self._epoch(epoch)
         if self._positions(found) != self.size:
@@ -110,14 +110,14 @@ class SamplerOrder(Order):
         )
 
     def state(self, epoch: int) -> dict[str, Any]:
-        """Return what is needed to draw an epoch again and to check that it is the same."""
+        """Return the state for drawing an epoch again, and checking that it is the same."""
         found = self._epoch(epoch)
         return {"drawn": found.digest(), "state": found.state}
 
     def restore(self, epoch: int, saved: object) -> None:
         """Draw an epoch as it was when `state` was called, perhaps by another reader.
 
-        Raises `ConfigError` if the sampler draws other samples, or `saved` is not such a state.
+        Raises `ConfigError` if the sampler draws other samples, or `saved` is not from `state`.
         """
         if not isinstance(saved, Mapping):
             raise ConfigError("the state has no valid state of a sampler; start anew, without it")
@@ -189,7 +189,7 @@ class SamplerOrder(Order):
         first: Any = next(drawn, _END)
         if first is _END:
             return
-        are_batches = isinstance(first, Iterable) and getattr(first, "ndim", 1) > 0  # not an item
+        are_batches = isinstance(first, Iterable) and getattr(first, "ndim", 1) > 0  # not a scalar
         drawn, count = itertools.chain([first], drawn), 0
         end = self._epoch_samples or self._most(are_batches) + 1
         while count < end:
@@ -228,19 +228,19 @@ class SamplerOrder(Order):
     def _checked(self, drawn: Any, epoch: int) -> Int64s:
         try:
             found = np.asarray(drawn)
-        except ValueError:  # items of several lengths
+        except ValueError:  # items of different lengths
             found = np.zeros(0, object)
         if not len(drawn):
             return np.zeros(0, np.int64)
         if found.dtype.kind not in "iu" or found.ndim != 1:
             raise ConfigError(
-                f"sampler: must draw integers, or lists of them, and drew {drawn[0]!r} for epoch"
+                f"sampler: must draw integers, or lists of them, but drew {drawn[0]!r} for epoch"
                 f" {epoch}"
             )
         least, most = int(found.min()), int(found.max())
         if least < 0 or most >= self._num_samples:
             raise ConfigError(
-                f"sampler: sample {least if least < 0 else most} was drawn for epoch {epoch}, and"
+                f"sampler: sample {least if least < 0 else most} was drawn for epoch {epoch}, but"
                 f" the dataset has samples 0 to {self._num_samples - 1}"
             )
         numbers = found.astype(np.int64)

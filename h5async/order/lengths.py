@@ -1,9 +1,9 @@
-"""Deals samples to batches by their lengths: `batch_values` and `bucket`.
+"""Forms batches by the lengths of samples: the options `batch_values` and `bucket`.
 
 An epoch's order is cut into a sequence of batches that all ranks share; with `bucket`, samples of
-similar length are grouped first. Each rank gets every `world_size`-th batch. Memory: 4 bytes a
-sample for the lengths, 8 a batch and, if the sequence differs from the order, 4 a sample (8 above 4
-billion samples) for each of two epochs.
+similar length are grouped first. Each rank gets every `world_size`-th batch. Memory: 4 bytes per
+sample for the lengths, 8 per batch and, if the sequence differs from the order, 4 per sample (8
+above 4 billion samples) for each of two epochs.
 
 Users rely on these batches to repeat a run: changing them is a breaking change.
 """
@@ -25,9 +25,9 @@ from h5async.order.sampling import KeptEpochs, Run, Sampling, dealt, dealt_or_re
 from h5async.order.selection import Int64s, Selection, keyed_hash, round_keys
 from h5async.order.window import DealtOrder
 
-_BLOCK = 1 << 18  # samples that are cut at a time
+_BLOCK = 1 << 18  # samples cut at a time
 NO_LIMIT = 1 << 62
-_MOVED = 1 << 16  # batches that are moved at a time
+_MOVED = 1 << 16  # batches moved at a time
 
 
 class Limits(NamedTuple):
@@ -43,9 +43,9 @@ class Limits(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Lengths:
-    """The values that samples count, and the limits on them.
+    """The length of each sample in values, and the limits on a batch.
 
-    `of_sample` has the values of each sample of the dataset, uint32 or int64; a batch has at most
+    `of_sample`, uint32 or int64, has the length of each sample of the dataset. A batch has at most
     `values`, unless None; samples are sorted in windows of `bucket` batches, unless None.
     """
 
@@ -70,7 +70,7 @@ class Lengths:
     def most_samples(self, selection: Selection, most: int, *, times: int = 1) -> int:
         """Return the maximum number of samples that fit in a batch, at most `most`.
 
-        Each may be in it so many times.
+        A batch may contain each sample up to `times` times.
         """
         if self.values is None or not selection.size:
             return most
@@ -92,9 +92,9 @@ class Lengths:
 class _Epoch(NamedTuple):
     """The batches of an epoch, laid end to end.
 
-    `order` has the position in the selection per place; None if places are those of the epoch's
-    order, of `sampling`. `bounds`, int64 (batches + 1,), are the places at which batches begin.
-    `number` is that of the first step, and `steps` their count.
+    `order` has the position in the selection of each place; None if places are positions in the
+    epoch's order of `sampling`. `bounds`, int64 (batches + 1,), are the places at which batches
+    begin. `number` is the number of the first step, and `steps` the number of steps.
     """
 
     order: NDArray[Any] | None
@@ -110,11 +110,11 @@ class SamplingByLength(Sampling):
 
     A position is a place in the sequence of batches. All ranks have the same number of batches. If
     fewer batches than ranks are left at the end, they are divided among the ranks. `drop_last`
-    leaves these out, and a last batch that is short for want of samples.
+    leaves these out, and a last batch that is short because samples ran out.
 
     `begun` is an epoch that was begun with another `batch_size` or `world_size`, or in the middle
-    of a step; the place where it goes on; and its original sampling. The rest keeps its batches and
-    their order, except that too large ones are divided.
+    of a step; the place where it goes on; and its original sampling. The rest of that epoch keeps
+    its batches and their order, but batches that are too large now are divided.
     """
 
     lengths: Lengths
@@ -168,12 +168,12 @@ class SamplingByLength(Sampling):
         return begin + a, begin + b
 
     def run_at(self, epoch: int, start: int, stop: int) -> Run | None:
-        """Return some positions of an epoch as a run that the core maps; None if they are none."""
+        """Return positions of an epoch as a run that the core maps; None if that is impossible."""
         found = self._epoch(epoch)
         return Sampling.run_at(found.sampling, epoch, start, stop) if found.order is None else None
 
     def samples(self, epoch: int, start: int, stop: int) -> Int64s:
-        """Return the sample numbers at some positions of an epoch, as a new array."""
+        """Return the sample numbers at positions `start` to `stop`, as a new array."""
         found = self._epoch(epoch)
         if found.order is None:
             return Sampling.samples(found.sampling, epoch, start, stop)
@@ -199,7 +199,7 @@ class SamplingByLength(Sampling):
         return _Epoch(order, bounds, first // self.world_size, steps, sampling)
 
     def _sequence(self, epoch: int) -> tuple[NDArray[Any] | None, Int64s]:
-        """Return the batches of all ranks: their contents, and where they begin."""
+        """Return the batches of all ranks, as `order` and `bounds` of `_Epoch`."""
         lanes = self._lanes(epoch)
         bucket, order = self.lengths.bucket, None
         if len(lanes) > 1 or bucket is not None:
@@ -221,9 +221,9 @@ class SamplingByLength(Sampling):
         return moved(order, begins, sizes, which)
 
     def _lanes(self, epoch: int) -> list[tuple[Callable[[int, int], Int64s], int]]:
-        """Return what is cut separately: each lane's positions and their number.
+        """Return the lanes, which are cut separately: a function of positions, and their number.
 
-        With ``shuffle="window"``, each rank has chunks of its own.
+        With ``shuffle="window"``, each rank is a lane, as it has chunks of its own.
         """
         if not isinstance(self.order, DealtOrder):
             return [(partial(self._positions, epoch), self.num_samples)]
@@ -257,7 +257,7 @@ class SamplingByLength(Sampling):
         return np.concatenate(found)
 
     def _is_short(self, lengths: Int64s, ends: Int64s, limits: Limits) -> bool:
-        """Tell whether the last batch would have got more samples if there were more."""
+        """Tell whether the last batch has room for more samples."""
         last = lengths[ends[-2] if ends.size > 1 else 0 : ends[-1]]
         values = last.sum() if self.lengths.bucket is None else last.size * last.max()
         return last.size < limits.samples and bool(values < limits.values)
@@ -308,7 +308,7 @@ def cut_sorted(lengths: Int64s, windows: Int64s, limits: Limits) -> tuple[Int64s
     """Sort samples by length within windows, longest first, and cut them into batches.
 
     The values of a batch are its samples times the longest length. `windows` is where these end.
-    Returns the sorted samples, int64 (n,), and where batches end; equal lengths keep their order.
+    Returns the sorted samples' indices, int64 (n,), and where batches end. The sort is stable.
     """
     core = load_core()
     if core is not None and lengths.size:
@@ -335,7 +335,7 @@ def _cut_sorted(lengths: Int64s, windows: Int64s, limits: Limits) -> tuple[Int64
 def shuffled(hashes: NDArray[np.uint64], window: int) -> Int64s:
     """Return a permutation of numbers in which each stays in its window of `window` numbers.
 
-    `hashes` holds a random number for each of them.
+    `hashes` has a random number for each of them.
     """
     size, window = hashes.size, max(1, min(window, hashes.size))
     keys = np.full(-(-size // window) * window, np.iinfo(np.uint64).max, np.uint64)
@@ -359,10 +359,10 @@ def interleaved(counts: list[int]) -> Int64s:
 def moved(
     order: NDArray[Any], begins: Int64s, sizes: Int64s, which: Int64s
 ) -> tuple[NDArray[Any], Int64s]:
-    """Lay the requested batches end to end in another order, and return them and their bounds.
+    """Lay some batches end to end in a new order, and return them and their bounds.
 
-    Batch i is ``order[begins[i] : begins[i] + sizes[i]]``; `which` has the numbers of the requested
-    batches in their new order. Bounds are int64 (requested + 1,).
+    Batch i is ``order[begins[i] : begins[i] + sizes[i]]``; `which` has the numbers of the wanted
+    batches in their new order. Bounds are int64 (which.size + 1,).
     """
     begins, sizes = begins[which], sizes[which]
     bounds = starts_of(sizes)

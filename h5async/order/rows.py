@@ -30,9 +30,9 @@ _BLOCK = 1 << 20  # samples at a time, to bound memory
 class StepRows:
     """The rows of each sample of a field with steps, at `offsets` from the sample's row.
 
-    `pad` replaces rows outside of the sequence. ``"edge"``: by its first or last row; ``"zero"``:
-    by zeros; ``"drop"``: such samples do not exist. `starts` and `ends`, int64 (n,),
-    non-decreasing, are the first row of each sequence, and one past its last row.
+    `pad` says what replaces rows outside the sequence: ``"edge"``, its first or last row;
+    ``"zero"``, zeros; with ``"drop"``, there are no samples that need them. `starts` and `ends`,
+    int64 (n,), non-decreasing, are the first row of each sequence, and one past its last row.
     """
 
     offsets: tuple[int, ...]
@@ -46,7 +46,7 @@ class StepRows:
         return len(self.offsets)
 
     def rows(self, samples: Int64s) -> Int64s:
-        """Return the rows of samples, int64 (samples * size,); `NO_ROW` for zeros."""
+        """Return the rows of samples, int64 (samples * size,); `NO_ROW` stands for zeros."""
         first, last, wanted = self._wanted(samples)
         rows = np.clip(wanted, first, last)
         if self.pad == "zero":
@@ -54,7 +54,7 @@ class StepRows:
         return rows.reshape(-1)
 
     def are_there(self, samples: Int64s) -> NDArray[np.bool_]:
-        """Return which rows of each sample are in its sequence: bool (samples, size)."""
+        """Return a mask of each sample's rows that are in its sequence: bool (samples, size)."""
         first, last, wanted = self._wanted(samples)
         return (first <= wanted) & (wanted <= last)
 
@@ -96,7 +96,7 @@ class SpanRows:
         return self._starts[samples + 1] - self._starts[samples]
 
     def all_lengths(self, begin: int = 0, end: int | None = None) -> NDArray[Any]:
-        """Return the number of rows of every run, or of some: int64 or uint32 (n,)."""
+        """Return the number of rows of runs `begin` to `end`: int64 or uint32 (n,)."""
         return np.diff(self._starts[begin : None if end is None else end + 1])
 
     def total(self, samples: Int64s) -> int:
@@ -112,12 +112,12 @@ class SpanRows:
         return numbers_in(self.starts[samples], self.lengths(samples))
 
     def are_there(self, length: int, samples: Int64s) -> NDArray[np.bool_]:
-        """Return which of `length` values each sample has: bool (samples, length)."""
+        """Return a mask: the first `length` values each sample has, bool (samples, length)."""
         found: NDArray[np.bool_] = np.arange(length) < self.lengths(samples)[:, np.newaxis]
         return found
 
     def most(self, count: int, *, times: int = 1) -> int:
-        """Return a maximum for the rows of `count` samples, each at most so many times."""
+        """Return an upper bound of the rows of `count` samples, each at most `times` times."""
         if not self.size or not count:
             return 0
         if times >= count:
@@ -126,7 +126,7 @@ class SpanRows:
             return self.most(-(-count // times)) * times
         longest: NDArray[Any] = np.zeros(0, np.int64)
         for lengths in self._blocks():
-            if longest.size == count:  # few are longer
+            if longest.size == count:  # usually few are longer
                 lengths = lengths[lengths > longest.min()]
             longest = np.concatenate((longest, lengths))
             if count < longest.size:
@@ -146,7 +146,7 @@ class SpanRows:
 class LengthRows(SpanRows):
     """A `SpanRows` that keeps only lengths, for fields that store samples by number.
 
-    `stored` is uint32 or int64 (n,): number of rows per sample.
+    `stored` is uint32 or int64 (n,): the number of rows of each sample.
     """
 
     def __init__(self, stored: NDArray[Any]) -> None:
@@ -154,7 +154,7 @@ class LengthRows(SpanRows):
 
     @cached_property
     def starts(self) -> Int64s:
-        """First row of each sample if samples were concatenated; needs 8 bytes a sample."""
+        """First row of each sample, as if concatenated, and the end; takes 8 bytes per sample."""
         return starts_of(self._stored)
 
     @property
@@ -167,7 +167,7 @@ class LengthRows(SpanRows):
         return self._stored[samples].astype(np.int64)
 
     def all_lengths(self, begin: int = 0, end: int | None = None) -> NDArray[Any]:
-        """Return the number of rows of every sample, or of some."""
+        """Return the number of rows of samples `begin` to `end`."""
         return self._stored[begin:end]
 
 
@@ -197,7 +197,7 @@ class StepSpans(SpanRows):
     def places(self, samples: Int64s) -> tuple[Int64s, Int64s]:
         """Return the runs in a batch, int64 (n,), ascending, and the place of each step among them.
 
-        Places are int64 (samples, steps): an index of the runs; `NO_ROW` for zeros.
+        Places are indices of the runs, int64 (samples, steps); `NO_ROW` stands for zeros.
         """
         runs, places = np.unique(self.steps.rows(samples), return_inverse=True)
         places = places.reshape(samples.size, self.steps.size)
@@ -226,7 +226,7 @@ class StepSpans(SpanRows):
         return self.spans.rows(self.runs(samples))
 
     def most(self, count: int, *, times: int = 1) -> int:
-        """Return the maximum number of rows in a batch of `count` samples; runs do not repeat."""
+        """Return the maximum number of rows for `count` samples; no run is in a batch twice."""
         return self.spans.most(min(count * self.steps.size, self.size))
 
     def likely(self, count: int) -> int:
@@ -235,14 +235,14 @@ class StepSpans(SpanRows):
 
 
 def starts_of(lengths: NDArray[Any]) -> Int64s:
-    """Return where samples of these lengths begin, and the last one ends: int64 (n + 1,)."""
+    """Return where samples of these lengths begin, and where the last one ends: int64 (n + 1,)."""
     found = np.zeros(lengths.size + 1, np.int64)
     lengths.cumsum(out=found[1:])
     return found
 
 
 def numbers_in(begins: Int64s | int, sizes: Int64s) -> Int64s:
-    """Return the numbers in runs that begin at these numbers, concatenated, as a new array."""
+    """Return the numbers in runs with these beginnings and sizes, concatenated in a new array."""
     offsets = starts_of(sizes)
     found = np.arange(offsets[-1])
     found += np.repeat(begins - offsets[:-1], sizes)
@@ -253,8 +253,8 @@ def numbers_in(begins: Int64s | int, sizes: Int64s) -> Int64s:
 class SequenceTable:
     """Sequences of rows in ascending order; some rows may be in none.
 
-    `starts` and `ends` are as in `StepRows`; `lengths` has, by the name of a field, int64 (n,): the
-    rows of each sequence that the field has, if not all.
+    `starts` and `ends` are as in `StepRows`. If a field lacks the last rows of some sequences,
+    `lengths` has, under its name, the number of rows that it has of each: int64 (n,).
     """
 
     starts: Int64s
@@ -263,7 +263,7 @@ class SequenceTable:
 
     @classmethod
     def joined(cls, bounds: Sequence[Int64s]) -> SequenceTable:
-        """Join tables given as starts and the last end, concatenated in one array per table."""
+        """Join tables, each given as one array: the starts of its sequences, and the last end."""
         starts, ends = [one[:-1] for one in bounds], [one[1:] for one in bounds]
         return cls(np.concatenate(starts), np.concatenate(ends))
 
@@ -278,7 +278,7 @@ class SequenceTable:
     def step_rows(
         self, steps: Mapping[str, tuple[tuple[int, ...], Pad] | None]
     ) -> dict[str, StepRows | None]:
-        """Return the rows that samples consist of, per field; equal ones share an object.
+        """Return the `StepRows` of each field; equal ones share an object.
 
         `steps` maps a field name to its offsets and padding.
         """
@@ -292,10 +292,10 @@ class SequenceTable:
         return found
 
     def possible(self, rows: Sequence[StepRows]) -> tuple[int, Int64s]:
-        """Return the first row of a sequence that may be a sample, and one past the last, per one.
+        """Return the first row in a sequence that may be a sample, and one past the last of each.
 
-        These are rows that all fields have, and whose steps stay in the sequence. Of `rows`, only
-        those with ``pad="drop"`` count.
+        Rows count from the start of the sequence. All fields must have them, and their steps must
+        stay in the sequence, for those of `rows` with ``pad="drop"``.
         """
         first = 0
         behind = functools.reduce(np.minimum, [self.ends - self.starts, *self.lengths.values()])
@@ -306,7 +306,7 @@ class SequenceTable:
         return first, behind
 
     def samples(self, rows: Sequence[StepRows], every: int = 1, offset: int = 0) -> Selection:
-        """Return the samples: every `every`-th possible row of a sequence, from `offset` on."""
+        """Return the samples: possible rows among `offset`, `offset + every`, ... of sequences."""
         first, behind = self.possible(rows)
         first += (offset - first) % every
         count = np.maximum(0, -(-(behind - first) // every))
@@ -323,7 +323,7 @@ class SequenceTable:
         return Selection.of_numbers(found)
 
     def digest(self) -> str:
-        """Return a short text that only equal tables share."""
+        """Return a short hash that only equal tables share."""
         found = hashlib.blake2b(self.starts.astype("<i8").tobytes(), digest_size=16)
         found.update(self.ends.astype("<i8").tobytes())
         for name, lengths in sorted(self.lengths.items()):
@@ -333,11 +333,11 @@ class SequenceTable:
 
 
 class Packing:
-    """Windows of `length` rows, which have all rows of all documents once. Thread-safe.
+    """Windows of `length` rows, which together have each row of each document once. Thread-safe.
 
     `documents` is int64 (n + 1,), non-decreasing: document i is rows ``documents[i]`` to
-    ``documents[i + 1]``. `counts` are the documents of each file; the last window of a file is
-    short, unless its rows happen to fit. `windows`, int64 (m + 1,), are likewise.
+    ``documents[i + 1]``. `counts` has the number of documents in each file; the last window of a
+    file is short, unless its rows happen to fit. `windows`, int64 (m + 1,), is like `documents`.
     """
 
     def __init__(self, documents: Int64s, length: int, counts: Iterable[int]) -> None:
@@ -361,7 +361,7 @@ class Packing:
         return self._windowed(samples, numbers_in(begins, lengths).astype(self._dtype))
 
     def _runs(self, samples: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-        """Return documents in windows, by number, place of the first row, and number of rows."""
+        """Return runs of one document in a window: its number, first row in it, number of rows."""
         begin, end = self.windows[samples], self.windows[samples + 1]
         first = np.searchsorted(self._documents, begin, side="right") - 1
         counts = np.searchsorted(self._documents, end, side="left") - first

@@ -1,9 +1,9 @@
 """Maps a batch's serial number to its epoch and position, and computes the samples there.
 
-Serial numbers go on through all epochs. The first one may stand for any position, such as that of a
-saved state, so the first epoch may be the rest of one. All else depends on the seed alone.
+Serial numbers continue through all epochs. The first one may stand for any position, such as that
+of a saved state, so the first epoch may be the rest of one. All else depends on the seed alone.
 
-Nothing kept grows with the dataset: a keyed permutation of all sample numbers (`selection.py`) is
+Memory does not grow with the dataset: a keyed permutation of all sample numbers (`selection.py`) is
 evaluated only at the positions of one batch.
 
 Users rely on this order to repeat a run: changing it is a breaking change.
@@ -35,18 +35,18 @@ from h5async.order.selection import (
 
 Shuffle = Literal[False, "full", "window"]
 
-# Identifies an order of a reader's samples: rank and world size; and an epoch that was begun with
-# another batch or world size, with these sizes.
+# Identifies an order of a reader's samples: rank and world size; and, if an epoch was begun with
+# another batch or world size, that epoch and these sizes.
 OrderKey = tuple[int, ...]
 
-# Positions from a number on, and what maps them to those of the selection, if anything does:
+# The first of consecutive positions, and their mapping to positions of the selection, if any: from
 # `permutation`, `WeightedOrder.mapping`, or `WindowOrder.run`.
 Run = tuple[int, NDArray[np.uint64] | None]
 
 T = TypeVar("T")
 
 _PERMUTED_AT_ONCE = 1024  # positions: a block costs little more than a batch of 32
-NO_EPOCH = -1  # of given samples
+NO_EPOCH = -1  # the epoch of given samples
 _EPOCHS_KEPT = 2  # the current one and the next one
 
 
@@ -60,8 +60,8 @@ class Rank(NamedTuple):
 class FillRequest(NamedTuple):
     """A request to fill a slot with a batch; the lowest `serial` is the most urgent.
 
-    Its step begins at position `start` of the epoch's `order`. `samples`, int64 (n,), are those of
-    a batch outside of epochs.
+    The batch's step begins at position `start` of the epoch's `order`. `samples`, int64 (n,), are
+    given for a batch outside of epochs.
     """
 
     slot: int
@@ -79,20 +79,20 @@ class FillRequest(NamedTuple):
 
 
 class Order(Protocol):
-    """An order of all samples, different in each epoch, or pass of the data."""
+    """An order of all samples, different in each epoch or pass of the data."""
 
     def samples(self, epoch: int, start: int, stop: int) -> Int64s:
         """Return the samples at positions `start` to `stop` of an epoch, as a new array."""
 
     def run(self, epoch: int, start: int, stop: int) -> Run | None:
-        """Return the same as a run; None if the core cannot compute them."""
+        """Return these positions as a run; None if the core cannot compute the samples."""
         return None
 
 
 class KeptEpochs(Generic[T]):
-    """What an order computes once an epoch, for the last two of them. Thread-safe.
+    """A cache of values that an order computes once per epoch; keeps the last two. Thread-safe.
 
-    One is computed at a time, so whoever needs it meanwhile waits and does not compute it again.
+    One value is computed at a time; other threads that need it wait, and do not compute it again.
     """
 
     def __init__(self) -> None:
@@ -100,15 +100,15 @@ class KeptEpochs(Generic[T]):
         self._kept: dict[int, T] = {}
 
     def get(self, epoch: int, new: Callable[[int], T]) -> T:
-        """Return what `new` returns for an epoch."""
-        found = self._kept.get(epoch)  # without the lock, while that of another one is computed
+        """Return the value of an epoch, which `new` computes."""
+        found = self._kept.get(epoch)  # without the lock: another epoch may be being computed
         if found is not None:
             return found
         with self._lock:
             found = self._kept.get(epoch)
             if found is None:
                 for other in list(self._kept)[: 1 - _EPOCHS_KEPT]:
-                    self._kept.pop(other, None)  # before memory for this one is allocated
+                    self._kept.pop(other, None)  # first, because together they may take too much
                 found = self._kept[epoch] = new(epoch)
         return found
 
@@ -117,8 +117,8 @@ class KeptEpochs(Generic[T]):
 class DrawnOffsets:
     """Moves the samples of each epoch within their sequences, by fewer rows than `every`.
 
-    `starts` are those of the sequences, int64 (n,). In sequence i, ``counts[i]`` rows may be
-    samples, from ``starts[i] + first`` on.
+    `starts`, int64 (n,), are the first rows of the sequences. In sequence i, ``counts[i]`` rows may
+    be samples, from ``starts[i] + first`` on.
     """
 
     starts: Int64s
@@ -128,7 +128,7 @@ class DrawnOffsets:
     seed: int
 
     def moved(self, samples: Int64s, epoch: int) -> Int64s:
-        """Return what samples are in an epoch."""
+        """Return the moved samples of an epoch."""
         number = np.searchsorted(self.starts, samples, side="right") - 1
         begin, count = self.starts[number] + self.first, self.counts[number]
         drawn = int(round_keys(self.seed, epoch, "offset")[0] >> np.uint64(1))
@@ -146,11 +146,11 @@ class Sampling:
     would get nothing repeats a sample. So all ranks have the same number of batches, and after each
     step, all ranks together have had the first samples of the order.
 
-    An epoch has `num_samples` positions, which `selection` maps to samples, unless None. They
-    continue in a sequence of passes, each of which has all `pass_samples` positions once; None: an
-    epoch is one pass. Without `shuffle`, a pass is the selection; ``"full"`` is a uniform
-    permutation of it, keyed by `seed` and the pass; otherwise `order` applies. `draws` draws
-    positions with replacement instead. `resumed` is an epoch that was begun with another
+    An epoch has `num_samples` positions, which `selection` maps to samples, unless None. Epochs
+    are consecutive parts of a sequence of passes, each of which has all `pass_samples` positions
+    once; None: an epoch is one pass. Without `shuffle`, a pass is the selection; ``"full"`` is a
+    uniform permutation of it, keyed by `seed` and the pass; otherwise `order` applies. `draws`
+    draws positions with replacement instead. `resumed` is an epoch that was begun with another
     `batch_size` or `world_size`, and its order. `offsets` move the samples of a pass, unless None.
     """
 
@@ -190,7 +190,7 @@ class Sampling:
         return full + (rest > 0 and not self.drop_last)
 
     def samples_in(self, epoch: int) -> int:
-        """Return the number of samples in an epoch, of all ranks, without dropped last batches."""
+        """Return the number of samples of all ranks in an epoch, without dropped last batches."""
         return min(self.num_samples, self.num_batches * self.step_samples)
 
     def step_at(self, epoch: int, start: int, passed: int) -> tuple[int, int]:
@@ -220,7 +220,7 @@ class Sampling:
         return not self.shuffle or (self.pass_samples or self.num_samples) > SORTED_UP_TO
 
     def run_at(self, epoch: int, start: int, stop: int) -> Run | None:
-        """Return some positions of an epoch as a run; None if the core cannot compute them."""
+        """Return positions of an epoch as a run; None if the core cannot compute the samples."""
         if not self._is_computed:
             return None
         if self.draws is not None:
@@ -236,7 +236,7 @@ class Sampling:
         return start, permutation(size, self.seed, number) if self.shuffle else None
 
     def samples(self, epoch: int, start: int, stop: int) -> Int64s:
-        """Return the sample numbers at some positions of an epoch, as a new array."""
+        """Return the sample numbers at positions `start` to `stop`, as a new array."""
         found = self._selected(self._positions(epoch, start, stop))
         if self.offsets is not None:
             at = 0
@@ -264,7 +264,7 @@ class Sampling:
         return self.order
 
     def _in_passes(self, epoch: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the passes that some positions of an epoch lie in, and where in these."""
+        """Yield the passes that contain positions of an epoch, with the first and last in each."""
         size = self.pass_samples or self.num_samples
         at, end = (epoch * self.num_samples + position for position in (start, stop))
         while at < end:
@@ -298,7 +298,7 @@ def dealt(count: int, rank: int, world_size: int) -> tuple[int, int]:
 
 
 def dealt_or_repeated(count: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Return the same; a rank without a share repeats an item of another one."""
+    """Return the same as `dealt`, but a rank without a share repeats an item of another one."""
     begin, end = dealt(count, rank, world_size)
     return (begin, end) if begin < end else (rank % count, rank % count + 1)
 
@@ -319,7 +319,7 @@ _position = functools.partial(tuple.__new__, Position)  # takes half the time
 
 @dataclass(frozen=True)
 class Schedule:
-    """A mapping between serial numbers and batches, of which an epoch has some. Thread-safe.
+    """Maps serial numbers to the batches of epochs. Thread-safe.
 
     The first batch has the number `serial`, and begins at position `start` of `epoch`. `others` are
     ascending serial numbers, from `serial` on, of batches outside of epochs.
@@ -331,7 +331,7 @@ class Schedule:
     start: int = 0
     others: tuple[int, ...] = ()
 
-    # Cumulative numbers of batches at the ends of the first and later epochs, if they vary.
+    # Cumulative numbers of batches at the ends of the first and later epochs, if epochs differ.
     _ends: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
     _lock: threading.Lock = field(
         default_factory=threading.Lock, init=False, repr=False, compare=False
@@ -343,7 +343,7 @@ class Schedule:
 
     @classmethod
     def beginning(cls, sampling: Sampling, serial: int, epoch: int, start: int) -> Schedule:
-        """Make a schedule from a position on; at the end of an epoch, from the next one."""
+        """Make a schedule from a position on; if that ends an epoch, from the next epoch on."""
         if start and not sampling.batches_from(epoch, start):
             epoch, start = epoch + 1, 0
         return cls(sampling, serial, epoch, start)
@@ -370,12 +370,12 @@ class Schedule:
             return later, ends[later - 1], ends[later]
 
     def position(self, serial: int) -> Position:
-        """Return the batch of a serial number; outside of epochs, the batch that follows."""
+        """Return the batch of a serial number; outside of epochs, the next batch of an epoch."""
         passed = self._passed(serial) if self.others else serial - self.serial
         sampling, epoch, first = self.sampling, self.epoch, self._first
         if passed < first:
             return _position((epoch, *sampling.step_at(epoch, self.start, passed)))
-        if sampling.is_uniform:  # in half the time: this is called several times per batch
+        if sampling.is_uniform:  # takes half the time: this is called several times per batch
             later, number = divmod(passed - first, sampling.num_batches)
             return _position((epoch + 1 + later, number, number * sampling.step_samples))
         later, begin, _ = self._epoch_of(passed)
@@ -394,7 +394,7 @@ class Schedule:
         return self._epoch_of(passed)[2] == passed + 1
 
     def epoch_begin(self, serial: int) -> int:
-        """Return the first serial number, from `serial` on, at which an epoch or a rest begins.
+        """Return the first serial number, from `serial` on, at which an epoch (or its rest) begins.
 
         Batches outside of epochs that come right before it are skipped.
         """
@@ -407,15 +407,15 @@ class Schedule:
         return max(found, serial)
 
     def with_other(self, serial: int, following: int) -> Schedule:
-        """Return a schedule in which `serial` is a batch outside of epochs, too.
+        """Return a schedule in which `serial` is also a batch outside of epochs.
 
-        Those before `following` were delivered, and are forgotten.
+        Batches outside of epochs before `following` were delivered, and are forgotten.
         """
         gone = bisect.bisect_left(self.others, following)
         return self.with_others(gone, (*self.others[gone:], serial))
 
     def with_others(self, gone: int, others: Iterable[int]) -> Schedule:
-        """Return a schedule for what comes after `gone` batches outside of epochs, with others."""
+        """Return the schedule after `gone` delivered batches outside of epochs, with `others`."""
         return Schedule(self.sampling, self.serial + gone, self.epoch, self.start, tuple(others))
 
 
@@ -423,8 +423,8 @@ class Course(NamedTuple):
     """Where a reader goes on, and in which order: one value, so that it changes as a whole.
 
     `place` is where to go on once the rank is known: epoch, position, and the batch and world size
-    with which the epoch was begun, if known. `origin` is an epoch, and the batch and world size
-    with which it was begun; `order`, the key of the resulting order; `given`, the samples of
+    with which the epoch was begun, if known. `origin` is an epoch, with the batch and world size
+    with which it was begun; `order` is the key of the resulting order; `given` has the samples of
     batches outside of epochs, by serial number.
     """
 
@@ -436,7 +436,7 @@ class Course(NamedTuple):
     given: Mapping[int, Int64s] = MappingProxyType({})
 
     def position(self, serial: int) -> Position:
-        """Return the place of a batch; -1, -1 and 0 for given samples."""
+        """Return the place of a batch; `OF_GIVEN` for given samples."""
         if serial in self.given:
             return OF_GIVEN
         return self.schedule.position(max(serial, self.schedule.serial))

@@ -98,7 +98,7 @@ class Selection:
 
     @functools.cached_property
     def _sorted(self) -> Selection | None:
-        """The same in ascending order; None, to avoid a cycle, if this one is."""
+        """The same in ascending order; None (to avoid a cycle) if this one is ascending."""
         if self.numbers is not None:
             if (self.numbers[1:] >= self.numbers[:-1]).all():
                 return None
@@ -114,13 +114,13 @@ class Selection:
         return numbers is not None and bool((numbers[1:] == numbers[:-1]).any())
 
     def positions(self, samples: Int64s) -> Int64s:
-        """Return the positions of sample numbers, all of which this ascending selection has."""
+        """Return the positions of sample numbers, which must be in this ascending selection."""
         if self.numbers is not None:
             return np.searchsorted(self.numbers, samples)
         return samples if self.is_prefix else (samples - self.start) // self.step
 
     def within(self, possible: Selection, num_samples: int) -> Selection:
-        """Return the samples that `possible` has, too, in this order.
+        """Return the samples that are also in `possible`, in this order.
 
         `num_samples` is the size of the dataset; if `possible` has all of it, return self.
         """
@@ -144,14 +144,14 @@ class Selection:
         """Return where units begin, in positions of this ascending selection.
 
         `bounds` is int64 (n + 1,), ascending: unit i is samples ``bounds[i]`` to ``bounds[i + 1]``.
-        The result has the bounds, from 0 to `size`, of units that have a selected sample.
+        The result, from 0 to `size`, leaves out units without a selected sample.
         """
         if self.is_prefix and self.size == bounds[-1]:
             return bounds
         return np.unique(self.first_from(bounds)) if self.size else np.zeros(1, np.int64)
 
     def first_from(self, samples: Int64s) -> Int64s:
-        """Return the positions of the first samples of this ascending selection from some on."""
+        """Return the first position in this ascending selection at or after each of `samples`."""
         if self.numbers is not None:
             return np.searchsorted(self.numbers, samples)
         return np.clip(-((self.start - samples) // self.step), 0, self.size)
@@ -194,7 +194,7 @@ def permute(positions: Int64s, num_samples: int, seed: int, epoch: int) -> Int64
     return result.view(np.int64)
 
 
-@functools.lru_cache(maxsize=8)  # each batch asks
+@functools.lru_cache(maxsize=8)  # called for each batch
 def permutation(num_samples: int, seed: int, epoch: int) -> Uint64s:
     """Return the parameters of `permute` for more than `SORTED_UP_TO` samples.
 
@@ -207,7 +207,7 @@ def permutation(num_samples: int, seed: int, epoch: int) -> Uint64s:
 
 @functools.lru_cache(maxsize=8)
 def parameters(count: int, a: int, b: int, seed: int, epoch: int, purpose: str = "") -> Uint64s:
-    """Return what an epoch's positions are mapped by, uint64 (9,). Shared: do not modify."""
+    """Return the parameters that map an epoch's positions, uint64 (9,). Shared: do not modify."""
     head = np.array([count, a, b], np.uint64)
     return np.concatenate((head, round_keys(seed, epoch, purpose)))
 
@@ -220,7 +220,7 @@ def _sorted_by_hash(num_samples: int, seed: int, epoch: int) -> Int64s:
 
 
 def permute_each(positions: Int64s, counts: Int64s, names: NDArray[Any], keys: Uint64s) -> Int64s:
-    """Map each position by a permutation of its own, of `counts` numbers; all are int64 (n,).
+    """Map each position by its own permutation of as many numbers as its count; all int64 (n,).
 
     Equal `names` mean the same permutation, and have equal counts. `keys` are from `round_keys`.
     """
@@ -294,8 +294,8 @@ def part_of(
     """Return the samples of part `number`, int64 (n,), ascending; the shares sum up to at most 1.
 
     `groups` and `classes` are (num_samples,), of any sortable dtype. Equal groups stay together.
-    Each part has its share of each class; a group has the class of most of its samples, and of
-    several such, the smallest.
+    Each part has its share of each class. The class of a group is that of most of its samples; of
+    several with as many, the smallest.
     """
     begin, end = _edge(shares[:number]), _edge(shares[: number + 1])
     if groups is None and classes is None:
@@ -310,7 +310,7 @@ def part_of(
     sizes = np.bincount(unit, minlength=count)
     kind_sizes = np.bincount(kind_of_unit, sizes).astype(np.int64)
     before, kinds = np.cumsum(kind_sizes) - kind_sizes, kind_of_unit[order]
-    # A unit belongs to the part that holds its middle (doubled here, to stay with integers).
+    # A unit belongs to the part that contains its middle (doubled, to use integers only).
     middle = 2 * (np.cumsum(sizes[order]) - before[kinds]) - sizes[order]
     first, last = (2 * _cut(share, kind_sizes)[kinds] for share in (begin, end))
     is_in = np.zeros(count, np.bool_)
@@ -319,7 +319,7 @@ def part_of(
 
 
 def _edge(shares: Sequence[float]) -> float:
-    """Return the sum of some shares, and exactly 1 if only rounding keeps it below."""
+    """Return the sum of shares, or exactly 1 if only rounding keeps it below 1."""
     found = sum(shares)
     return found if found < 1 - _ROUNDING else 1
 
@@ -349,15 +349,15 @@ def _most_frequent(unit: Int64s, count: int, kind: Int64s) -> Int64s:
 
 # --- draws ----------------------------------------------------------------------------------------
 
-_BLOCK = 4096  # draws that are computed at a time, without the core
-_BITS = np.uint64(11)  # dropped: a float64 has 53
+_BLOCK = 4096  # draws computed at a time, without the core
+_BITS = np.uint64(11)  # dropped from 64: a float64 has 53
 NO_SAMPLES = np.zeros(0, np.int64)
 
 
 class WeightedOrder:
     """Positions drawn with replacement. Thread-safe.
 
-    `weights` is (n,), finite, not negative, and not all 0: one per position. `digest` is a short
+    `weights`, (n,), has one per position: finite, not negative, and not all 0. `digest` is a short
     hash of them, and `table` their `alias_table`.
     """
 
@@ -379,14 +379,14 @@ class WeightedOrder:
         return np.concatenate(found)[start - first * _BLOCK : stop - first * _BLOCK]
 
     def mapping(self, epoch: int) -> NDArray[np.uint64]:
-        """Return the parameters of an epoch's draws, beside the table, for the core.
+        """Return the parameters of an epoch's draws that the core needs besides the table.
 
         uint64 (9,): the number of columns, two zeros, the keys. Shared: do not modify.
         """
         return parameters(self.table.size, 0, 0, self._seed, epoch, "weights")
 
     def _drawn(self, keys: NDArray[np.uint64], number: int) -> Int64s:
-        # Each count gives four numbers. (Multiplying by powers of two does not round.)
+        # Each count yields four numbers. (Multiplying by powers of two does not round.)
         random = np.random.Philox(counter=number * (_BLOCK // 2), key=keys[:2])
         column, coin = np.split((random.random_raw(2 * _BLOCK) >> _BITS) * 2.0**-53, 2)
         count = self.table.size

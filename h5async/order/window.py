@@ -44,25 +44,25 @@ from h5async.system.interruptions import call_when_gone
 
 _BLOCK_SAMPLES = 1024  # computed at a time: fewer would cost about as much
 _MISSING_SAMPLES = 1 << 18  # counted at a time
-_PLACE_NBYTES = 4  # in the core, of a sample of a block
-_BLOCKS_KEPT = 4  # in the core: threads work on batches that share some
+_PLACE_NBYTES = 4  # per sample of a block, in the core
+_BLOCKS_KEPT = 4  # in the core: threads work on batches that share blocks
 _GROUP_SAMPLES = 128  # shuffled together: at least a round, at most a small window
-_TIMES_REACH = 16  # length of a merged unit by the reach of steps: few samples lie at its ends
+_TIMES_REACH = 16  # a merged unit's length over the reach of steps: few samples are at its ends
 _LEAST_UNITS = 8  # minimum number of merged units in a window
-# Chunks of ragged rows in a unit: its last row reaches into another one, which is decoded, too.
+# Chunks of ragged rows in a unit: its last row reaches into one more chunk, which is also decoded.
 _RAGGED_CHUNKS = 8
-_REPEATED_SHARE = 4  # of the memory for the window, beside it, for rows that samples share
-_DRAWN_SHARE = 4  # maximum draws of a part of a unit, by the mean of all units
-_IN_FLIGHT_SHARE = 1 / 4  # of the memory, for batches in preparation
+_REPEATED_SHARE = 4  # 1/4 of the window's memory, in addition, is for rows that samples share
+_DRAWN_SHARE = 4  # maximum draws in a part of a unit, relative to the mean of all units
+_IN_FLIGHT_SHARE = 1 / 4  # of the memory is for batches in preparation
 
 
 class _Table(NamedTuple):
     """Tables that an epoch's order is computed from, and the same for the core, if there is one.
 
-    `unit`, int64 (n,), has the units in the order in which they start; `skip` and `counts`, each
-    unit's samples that belong to the piece before, and to this one; `begin`, int64 (blocks + 1,),
-    the first position of each block. `mapping` is that of runs; it owns the core's structure, whose
-    address is its third number.
+    `unit`, int64 (n,), has the units in the order in which they start. `skip` and `counts` are, for
+    each unit, the numbers of samples in the previous piece, and in this one. `begin`, int64
+    (blocks + 1,), is the first position of each block. `mapping` is the one of runs; it owns the
+    core's structure, whose address is its third number.
     """
 
     unit: Int64s
@@ -76,9 +76,9 @@ class WindowOrder(Order):
     """The order of ``shuffle="window"``, in which `window` units are mixed. Thread-safe.
 
     Unit i is samples ``bounds[i]`` to ``bounds[i + 1]``: int64 (n + 1,), ascending from 0. The
-    units, in the order in which they start, may be cut into pieces; this is the order of one:
-    of samples ``piece[0]`` to ``piece[1]``. Only a unit at a cut belongs to two pieces. `drawn`,
-    int64, has the samples that come in place of these numbers.
+    units, laid end to end in the order in which they start, may be cut into pieces; this is the
+    order of samples ``piece[0]`` to ``piece[1]``. Only a unit at a cut belongs to two pieces.
+    `drawn`, int64, if given, maps these samples to the ones to return.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class WindowOrder(Order):
         groups = -(-_BLOCK_SAMPLES // (size * self._group_rounds))
         self._block_rounds = groups * self._group_rounds
         self._tables: KeptEpochs[_Table] = KeptEpochs()
-        own = weakref.proxy(self)  # or blocks would live until a garbage collection
+        own = weakref.proxy(self)  # else blocks would live until the next garbage collection
         self._block = functools.lru_cache(maxsize=4)(functools.partial(WindowOrder._new_block, own))
 
     def piece(self, begin: int, end: int) -> WindowOrder:
@@ -125,7 +125,7 @@ class WindowOrder(Order):
         return places if self._drawn is None else self._drawn[places]
 
     def run(self, epoch: int, start: int, stop: int) -> Run | None:
-        """Return the same as a run; None if there is no core."""
+        """Return the positions as a run; None if there is no core, or not enough memory."""
         mapping = self._table(epoch).mapping
         return None if mapping is None else (start, mapping)
 
@@ -151,7 +151,7 @@ class WindowOrder(Order):
         sizes, num_samples = np.diff(self._bounds), int(self._bounds[-1])
         roots = np.ceil(np.sqrt(sizes)).astype(np.uint64)
         root, last_root = int(roots.max(initial=1)), int(roots[-1:].sum())
-        if (sizes[:-1] == self._size).all():  # so that nothing need be looked up
+        if (sizes[:-1] == self._size).all():  # no roots need to be looked up
             roots = np.zeros(0, np.uint64)
         keys = round_keys(self._seed, epoch, "window")
         names = keyed_hash(table.unit.astype(np.uint64), keys[0], keys[1])
@@ -163,7 +163,7 @@ class WindowOrder(Order):
         nbytes = self._block_rounds * self._size * _PLACE_NBYTES
         blocks = core.new_store(_BLOCKS_KEPT * nbytes, nbytes, False)
         if not blocks:
-            return None  # there is no memory for it
+            return None  # not enough memory
         struct = core.Window(*map(address, arrays), *given, *more, blocks, tuple(keys.tolist()))
         found: Any = (ctypes.c_uint64 * 9)(1, 0, ctypes.addressof(struct))
         found.held = struct, arrays, self._drawn, roots
@@ -222,11 +222,11 @@ class WindowOrder(Order):
 class DealtOrder(Order):
     """The order of ``shuffle="window"`` for several ranks. Thread-safe.
 
-    In each pass of the data, each rank has a piece of the units, in an order of its own. At each
-    step of an epoch of `epoch_samples`, every rank gets the next `batch_size` samples of its piece,
-    and at the end, an equal share of the rest. This order is the runs of all ranks, step by step.
-    Epochs continue in a sequence of passes, each of which has all `num_samples` once; so a piece
-    has as many samples as its rank gets in that pass.
+    In each pass of the data, each rank has a piece of the units, in its own order. At each step of
+    an epoch of `epoch_samples`, every rank gets the next `batch_size` samples of its piece; at the
+    end, the rest is divided equally. This order consists of the runs of all ranks, step by step.
+    Epochs are consecutive parts of a sequence of passes, each of which has all `num_samples` once;
+    so a piece has as many samples as its rank gets in that pass.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class DealtOrder(Order):
         batch_size: int,
         epoch_samples: int | None = None,
     ) -> None:
-        # Made when first needed: usually, a rank needs only its own.
+        # Pieces are made when first needed: usually, a rank needs only its own.
         self._piece: Callable[[int, int], Order] = functools.lru_cache(maxsize=64)(whole.piece)
         self._ranks = ranks
         self._num_samples = num_samples
@@ -255,7 +255,7 @@ class DealtOrder(Order):
         return np.concatenate(found)
 
     def lane(self, rank: int, epoch: int) -> tuple[Callable[[int, int], Int64s], int]:
-        """Return what a rank gets in an epoch, by its places there, and how many these are."""
+        """Return a function (start, stop) for a rank's samples in an epoch, and their number."""
         begin, end = (self._before(rank, at * self._epoch_samples) for at in (epoch, epoch + 1))
 
         def samples(start: int, stop: int) -> Int64s:
@@ -275,7 +275,7 @@ class DealtOrder(Order):
         return samples, end - begin
 
     def run(self, epoch: int, start: int, stop: int) -> Run | None:
-        """Return the same as a run, if they are one rank's; else None."""
+        """Return the positions as a run if they all belong to one rank; else None."""
         at = epoch * self._num_samples
         rank, count = self._run(at + start)
         if stop - start > count:
@@ -290,27 +290,27 @@ class DealtOrder(Order):
         )
 
     def _of_rank(self, rank: int, number: int, start: int, stop: int) -> Int64s:
-        """Return what a rank gets in a pass, by how many samples it has had since the first."""
+        """Return a rank's samples in a pass; `start` and `stop` count from the first pass on."""
         had = self._before(rank, number * self._num_samples)
         return self._piece_of(rank, number).samples(number, start - had, stop - had)
 
     def _run(self, position: int) -> tuple[int, int]:
-        """Return the rank whose run holds a position since the first epoch, and what is left."""
+        """Return the rank whose run has a position since the first epoch, and the run's rest."""
         size, ranks = self._batch_size, self._ranks
         steps, left = divmod(self._epoch_samples, size * ranks)
         step, inside = divmod(position % self._epoch_samples, size * ranks)
         if step < steps:
             rank, inside = divmod(inside, size)
             return rank, size - inside
-        rank = ((inside + 1) * ranks - 1) // left  # the last one that begins there or before
+        rank = ((inside + 1) * ranks - 1) // left  # the last one that begins at or before it
         return rank, dealt(left, rank, ranks)[1] - inside
 
     def _before(self, rank: int, position: int) -> int:
-        """Return how many positions before one, since the first epoch, are a rank's."""
+        """Return the number of a rank's positions, since the first epoch, before one."""
         return self._below(rank + 1, position) - self._below(rank, position)
 
     def _below(self, rank: int, position: int) -> int:
-        """Return the same of all ranks below one."""
+        """Return the same for all ranks below one."""
         if not position:  # an epoch may have no samples
             return 0
         size, ranks = self._batch_size, self._ranks
@@ -324,15 +324,15 @@ class DealtOrder(Order):
 
 
 class DrawnOrder(Order):
-    """The order of ``shuffle="window"`` for samples that are drawn with replacement. Thread-safe.
+    """The order of ``shuffle="window"`` for samples drawn with replacement. Thread-safe.
 
-    An epoch has the same draws as without a window. Here they are sorted by units, then mixed as
-    `WindowOrder` mixes all samples of units. Draws of a unit that has many more of them than others
-    are cut into parts that start independently, so that they come throughout the epoch.
+    An epoch has the same draws as without a window. Here they are sorted by unit, then mixed as
+    `WindowOrder` mixes all samples of units. If a unit has many more draws than others, they are
+    cut into parts that start independently, to spread them over the epoch.
 
-    `bounds`, `window` and `seed` are as of `WindowOrder`; `sizes` are the draws of an epoch, those
-    of a batch, and the number of ranks. Memory: 8 bytes a draw for each of two epochs, and 24 while
-    one is made.
+    `bounds`, `window` and `seed` are those of `WindowOrder`; `sizes` are the numbers of draws in an
+    epoch and in a batch, and of ranks. Memory: 8 bytes per draw for each of two epochs, and 24
+    while one is made.
     """
 
     def __init__(
@@ -352,11 +352,11 @@ class DrawnOrder(Order):
         return self._epochs.get(epoch, self._new_epoch).samples(epoch, start, stop)
 
     def run(self, epoch: int, start: int, stop: int) -> Run | None:
-        """Return the same as a run; None if the core cannot compute them."""
+        """Return the positions as a run; None if the core cannot compute the samples."""
         return self._epochs.get(epoch, self._new_epoch).run(epoch, start, stop)
 
     def _new_epoch(self, epoch: int) -> Order:
-        """Return the order of an epoch: its draws are sorted by their unit first."""
+        """Return the order of an epoch, after sorting its draws by unit."""
         count, batch_size, ranks = self._sizes
         drawn = self._draws.samples(epoch, 0, count)
         unit = self._units_of(drawn)
@@ -377,7 +377,7 @@ class DrawnOrder(Order):
 
 
 def _grouped(drawn: Int64s, unit: Int64s, num_units: int) -> tuple[Int64s, Int64s]:
-    """Sort draws by their units, stably; return them, and how many each unit has."""
+    """Sort draws by unit (a stable sort); return them, and the number in each unit."""
     core = load_core()
     if core is None:
         return drawn[np.argsort(unit, kind="stable")], np.bincount(unit, minlength=num_units)
@@ -400,12 +400,12 @@ def window_order(
 ) -> WindowOrder | DealtOrder | DrawnOrder:
     """Return the order of ``shuffle="window"`` for the fields of a reader.
 
-    The field with the largest units decides what a unit is; neighbouring units are merged if rows
-    are ragged, or if samples have `steps` within a sequence. The window holds as many decoded units
-    as fit into `window_nbytes`, with room for others, and at most half of all units (of a rank).
-    With several ranks, the order depends on `batch_size` and `epoch_samples`. Positions of
-    `selection`, ascending, are ordered; afterwards, samples may be moved by `moved_samples`. With
-    `draws`, these are ordered in place of all positions.
+    The field with the largest units defines the units; neighbouring units are merged if rows are
+    ragged, or if samples have `steps` within a sequence. The window has as many decoded units as
+    fit into `window_nbytes`, besides units that start meanwhile and batches in preparation, and at
+    most half of all units (of a rank). With several ranks, the order depends on `batch_size` and
+    `epoch_samples`. Positions of `selection`, ascending, are ordered, or, if given, `draws`; later,
+    samples may be moved by up to `moved_samples`.
     """
     layouts = [layout for layout in layouts if not layout.is_repeated]
     leader = max(layouts, key=lambda layout: (unit_nbytes_of(layout), layout.row_nbytes))
@@ -426,8 +426,8 @@ def window_order(
     if not unit_nbytes:  # nothing is kept; the window only makes reads local
         unit_nbytes = size * sum(layout.row_nbytes for layout in layouts)
     fitting = (1 - _IN_FLIGHT_SHARE) * window_nbytes / max(1, unit_nbytes) - 2
-    fitting -= moved_samples / size  # units that start while others wait for their samples
-    # A unit's samples are `window / size` rounds apart, and others start meanwhile; more start in a
+    fitting -= moved_samples / size  # units that start while moved samples of others are waiting
+    # A unit's samples are `window / size` rounds apart, while other units start; more start in a
     # group of rounds, which is at most a quarter of the window.
     most = -(-counts.size // (2 * world_size))
     window = max(2, min(int(fitting / (1 + 1 / size + 1 / 4)), most))
@@ -441,7 +441,7 @@ def window_order(
 
 
 def _ragged_times(bounds: Int64s, layouts: Sequence[DatasetLayout]) -> int:
-    """Return the number of units to merge, so that few ragged rows reach into two units."""
+    """Return the number of units to merge so that few ragged rows reach into two units."""
     times = 1
     for layout in layouts:
         leaves = [leaf for leaf, _ in kinds_of(layout) if leaf.filters]
@@ -457,9 +457,9 @@ def _ragged_times(bounds: Int64s, layouts: Sequence[DatasetLayout]) -> int:
 def _merged_bounds(
     bounds: Int64s, several: Sequence[StepRows | None], most: int
 ) -> tuple[Int64s, int]:
-    """Merge units of one sequence, so that the steps of few samples reach into two of them.
+    """Merge units of one sequence so that the steps of few samples reach into two of them.
 
-    Returns the new bounds, and the maximum number of units in one: about `most`.
+    Returns the new bounds, and the maximum number of units merged into one: about `most`.
     """
     steps = [one for one in several if one is not None]
     reach = max(max(0, *one.offsets) - min(0, *one.offsets) for one in steps)
@@ -477,7 +477,7 @@ def _merged_bounds(
 
 def kept_nbytes(layout: DatasetLayout, layouts: Sequence[DatasetLayout], window_nbytes: int) -> int:
     """Return a field's share of the memory for the window."""
-    if layout.is_repeated:  # samples of a window are of few sequences or files
+    if layout.is_repeated:  # the samples of a window are from few sequences or files
         return window_nbytes // _REPEATED_SHARE
     total = sum(unit_nbytes_of(one) for one in layouts if not one.is_repeated)
     return window_nbytes * unit_nbytes_of(layout) // max(1, total)

@@ -1,1 +1,1 @@
-"""Fills slots in helper processes: requests go there, filled slots in shared memory come back."""
+"""Fills slots in helper processes: requests go out, filled slots in shared memory come back."""

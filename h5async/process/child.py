@@ -1,7 +1,7 @@
 """Starts a helper process, exchanges messages with it, and waits for its end.
 
 The process is a new Python interpreter that runs `helper_main.main`. It inherits one end of a
-channel and the descriptor of the shared memory, has the same module search path, and runs in its
+channel and the descriptor of the shared memory, uses the same module search path, and runs in its
 own process group.
 """
 
@@ -58,8 +58,8 @@ class HelperProcess:
     """A helper process that ends when the ``with`` block is left; ReadError if it cannot start.
 
     The caller holds a lock for `post`; one thread calls `flush`, and one thread calls `receive`.
-    `what` is what the helper reads, for messages; relative paths start from `folder`, None means
-    the current one.
+    `what` names the files that the helper reads, for messages; relative paths start from `folder`;
+    None: the current one.
     """
 
     def __init__(self, memory_fd: int, what: str, folder: str | None) -> None:
@@ -90,7 +90,7 @@ class HelperProcess:
                 cwd=_folder_to_enter(folder),
                 env={**os.environ, MARK: str(os.getpid())},
                 # Otherwise signals to the reader's group would reach the helper. (A new session
-                # would do as well, but Linux shares processors out by session: on a busy machine a
+                # would also do, but Linux divides processors among sessions: on a busy machine, a
                 # batch took 360 µs instead of 250.)
                 process_group=0,
             )
@@ -119,7 +119,7 @@ class HelperProcess:
             raise HelperDied(f"{self._what}: the helper process {self._wait()}") from None
 
     def hang_up(self) -> None:
-        """End the conversation for the helper and for a thread in `receive`."""
+        """Close the channel, which ends the helper and a thread in `receive`."""
         self._channel.hang_up()
 
     def __enter__(self) -> HelperProcess:
@@ -146,7 +146,7 @@ class HelperProcess:
 
 
 def check_interpreter() -> None:
-    """Raise ConfigError unless there is a Python interpreter to start, other than this program."""
+    """Raise ConfigError unless `sys.executable` is a Python interpreter that can be started."""
     what = None
     if getattr(sys, "frozen", False):
         what = f"this program is frozen, so that {sys.executable} is the program itself"
@@ -155,7 +155,7 @@ def check_interpreter() -> None:
     elif os.environ.get(MARK) == str(os.getppid()):
         what = (
             f"{sys.executable} was started as one, and is another program, or imports a module that"
-            ' makes readers (which it should do below `if __name__ == "__main__":`)'
+            ' makes readers (move that below `if __name__ == "__main__":`)'
         )
     if what is not None:
         raise ConfigError(
@@ -176,7 +176,7 @@ def refusal(error: OSError, folder: str | None = None) -> str:
 
 
 def _interpreter_options() -> list[str]:
-    """Return options that let a new interpreter find the same modules as this one."""
+    """Return options for a new interpreter to find the same modules as this one."""
     flags = {
         "-I": sys.flags.isolated,
         "-E": sys.flags.ignore_environment,
@@ -197,7 +197,7 @@ def _code(channel_fd: int, memory_fd: int, parent: int) -> str:
 
 
 def _folder_to_enter(folder: str | None) -> str | None:
-    """Return the folder that a helper must enter; None if it starts there, or if it is gone."""
+    """Return the folder that a helper must enter; None if it starts there, or it is gone."""
     with suppressing(OSError):
         if os.getcwd() == folder:
             return None
@@ -206,9 +206,9 @@ def _folder_to_enter(folder: str | None) -> str | None:
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Start processes with the signals blocked that they will ignore.
+    """Block the signals that processes started in the ``with`` block will ignore.
 
-    SIGINT (Ctrl-C) stays blocked there: the reader handles it.
+    SIGINT (Ctrl-C) stays blocked in them: the reader handles it.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *GROUP_SIGNALS})
     try:

@@ -52,18 +52,18 @@ from h5async.samples.assembly import SlotMemory
 from h5async.spelling import named
 from h5async.system.timeline import ThreadCounts, Timeline
 
-_FOUND = "was changed while the reader was made, of which helper processes have found two versions"
+_FOUND = "was changed while the reader was made: helper processes found two versions"
 
 
 class HelperFiller(Workers):
     """Fills slots in the threads of helper processes. Thread-safe.
 
     Made in the thread that opens the reader. `begin` starts the helpers, and `open` waits until
-    they have opened the dataset; `start` has them fill slots in `shared`, memory that they map too.
-    Each of `supervisors` keeps a helper alive.
+    they have opened the dataset; `start` has them fill slots in `shared`, memory that they also
+    map. Each of `supervisors` keeps a helper alive.
 
     `ConfigError` is raised if `postprocess` cannot be sent, or there is no Python interpreter to
-    start, and `ReadError` if the system gives no shared memory.
+    start; `ReadError` if the system refuses shared memory.
     """
 
     def __init__(self, config: ReaderConfig) -> None:
@@ -88,7 +88,7 @@ class HelperFiller(Workers):
             ) from error
         # True: fetch requests; False: send queued messages; None: the end.
         self._tickets: queue.SimpleQueue[bool | None] = queue.SimpleQueue()
-        self.posted: PostedBatches | None = None  # which takes the place of tickets
+        self.posted: PostedBatches | None = None  # replaces the tickets
         self.supervisors = [
             Supervisor(self._what, opening, self.shared, self._lock, self._wake_sender)
             for _ in range(config.num_helpers)
@@ -105,16 +105,16 @@ class HelperFiller(Workers):
     def begin(self) -> None:
         """Start the helpers, each of which opens the dataset.
 
-        `ReadError` is raised if the system gives no more threads.
+        `ReadError` is raised if no more threads can be started.
         """
         several = enumerate(self.supervisors)
         self._start({f"helper_{number}": one.run for number, one in several}, self._what)
 
     def open(self) -> Opened:
-        """Wait until the helpers have opened the dataset; return what they found.
+        """Wait until the helpers have opened the dataset; return the first one's answer.
 
-        Raises as `AsyncReader` does; `ReadError` if opening the files kills a helper process, or
-        they found different files; `BatchTimeoutError` if that takes longer than both the option
+        Raises like `AsyncReader`; `ReadError` if opening the files kills a helper process, or the
+        helpers found different files; `BatchTimeoutError` if it takes longer than both the option
         ``timeout`` and a minute.
         """
         first = None
@@ -127,7 +127,7 @@ class HelperFiller(Workers):
         return first
 
     def post(self, samplings: Samplings, rows: int, num_slots: int) -> PostedBatches | None:
-        """Have the consumer submit batches itself, before `start`; None if that cannot be.
+        """Have the consumer submit batches itself, before `start`; None if that is impossible.
 
         Parameters are those of `PostedBatches`.
         """
@@ -148,8 +148,8 @@ class HelperFiller(Workers):
     ) -> None:
         """Have slots filled from now on; errors, and parameters not named here, are `Filler`'s.
 
-        `slots`, `rows` and `pixels_nbytes` are those of `ReaderSlots`. Functions are called in
-        threads of this object.
+        `slots`, `rows` and `pixels_nbytes` are those of `ReaderSlots`. `calls` are called in this
+        object's threads.
         """
         own = ReaderSlots(self.shared, slots, rows, pixels_nbytes)
         self._calls = calls
@@ -177,11 +177,11 @@ class HelperFiller(Workers):
         return reduce(FillerStats.plus, [each.stats() for each in self.supervisors])
 
     def done_in_core(self) -> ThreadCounts:
-        """Return what is done in the core here: nothing."""
+        """Return the work of the core in this process: none."""
         return ThreadCounts()
 
     def done_in_python(self) -> Done:
-        """Return the statistics of now, as `Filler` does."""
+        """Return a function for the statistics of now, like `Filler`."""
         done = self.stats()
         return lambda _: done
 
@@ -192,7 +192,7 @@ class HelperFiller(Workers):
             supervisor.record(0 if timeline is None else timeline.max_events)
 
     def recorded(self) -> list[Recorded]:
-        """Return what was recorded here or received from helpers since the last call."""
+        """Return the events recorded here or received from helpers since the last call."""
         timeline, self._timeline = self._timeline, None
         if timeline is None:
             return []
@@ -205,7 +205,7 @@ class HelperFiller(Workers):
     # --- threads ----------------------------------------------------------------------------------
 
     def _send_all(self) -> None:
-        """Send notes, and each request once its slot may be written to; runs in its own thread."""
+        """Send notes, and each request once its slot may be written to; runs in one thread."""
         take = self._take if self.posted is None else self.posted.take
         while (requests := take()) is not None:
             for request in requests:
@@ -251,7 +251,7 @@ class HelperFiller(Workers):
             self._calls.on_crash(error)
 
     def stop(self, let_go: Callable[[], None]) -> None:
-        """Stop; see `Workers`. A consumer who waits in the core leaves it first."""
+        """Stop; see `Workers`. A consumer that waits in the core leaves it first."""
         turns = None if self.posted is None else self.posted.turns
         if turns is not None:
             self.wait_for(turns.when_left)
@@ -266,7 +266,7 @@ class HelperFiller(Workers):
 
     def _end(self) -> None:
         self.shared.close()
-        # These functions are bound to the owner of this object.
+        # These functions refer to the owner of this object.
         self._calls = NO_CALLS
         if self.posted is not None:
             self.posted.close()
@@ -278,10 +278,10 @@ class HelperFiller(Workers):
 class PostedBatches(QueuedBatches):
     """Batches that helpers fill, and the consumer takes in one call of the core.
 
-    The consumer, or the core in its place (`read/queue.py`), puts batches into a queue of the core,
-    and the thread that sends requests takes them from there. An answer makes its batch ready there,
-    unless it is an error or has something to tell: that goes through the ring. Each of the slots
-    has room for `rows` samples.
+    The consumer, or the core on its behalf (`read/queue.py`), puts batches into a queue of the
+    core, from which the sending thread takes them. An answer makes its batch ready there, but
+    answers with an error, warnings or skipped samples go through the slot ring. Each slot has room
+    for `rows` samples.
     """
 
     def __init__(self, core: Core, samplings: Samplings, rows: int, num_slots: int) -> None:
@@ -290,9 +290,9 @@ class PostedBatches(QueuedBatches):
             BatchQueue(core, None, batches, 1, c_void_p(), samplings.selection), samplings
         )
         self.put_ticket, self.end = self._queue.put_ticket, self._queue.end
-        self.answers: Answers = [None] * num_slots  # the last ones
-        self.index = partial(_index, self.answers)  # as of `Submissions`
-        # The core asks for it, and does not use it.
+        self.answers: Answers = [None] * num_slots  # the last one of each slot
+        self.index = partial(_index, self.answers)  # like that of `Submissions`
+        # The core requires it, but does not use it.
         self._core, self._scratch = core, Scratch.allocate(1, 1, 1)
 
     # --- the consumer's calls ---------------------------------------------------------------------
@@ -307,7 +307,7 @@ class PostedBatches(QueuedBatches):
         """Return a batch that a helper has filled; None if it is not ready."""
         if self._queue.ready(slot, serial, 0) is None:
             return None
-        answer = self.answers[slot]  # none if it was closed meanwhile
+        answer = self.answers[slot]  # None if this was closed meanwhile
         return None if answer is None else answer[1]
 
     # --- the helpers' threads ---------------------------------------------------------------------
@@ -320,16 +320,16 @@ class PostedBatches(QueuedBatches):
         return (self._taken(found).request,)
 
     def finish(self, request: FillRequest, outcome: FillOutcome) -> bool:
-        """Make a batch ready; return False if the ring has to be told of it."""
+        """Make a batch ready; return False if the slot ring must be told about it."""
         is_plain = outcome.error is None and not outcome.warnings and not outcome.skipped
         self.answers[request.slot] = (request.serial, outcome) if is_plain else None
         self._queue.finish(request.slot, request.serial, is_ready=is_plain)
         return is_plain
 
     def close(self) -> None:
-        """Release memory and functions; no thread will call it any more."""
+        """Release memory and functions. Threads must not call this object any more."""
         super().close()
-        self.answers[:] = [None] * len(self.answers)  # of which batches may still know
+        self.answers[:] = [None] * len(self.answers)  # emptied: batches may still refer to the list
 
 
 def _index(answers: Answers, slot: int, serial: int, _: int) -> Int64s | None:

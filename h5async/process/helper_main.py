@@ -1,6 +1,6 @@
 """Runs a `Filler` in the helper process, for the reader at the other end of a channel.
 
-Requests arrive by the channel; slots in shared memory are filled. The process ends with the
+Requests arrive through the channel; slots in shared memory are filled. The process ends with the
 reader's process, however that ends.
 """
 
@@ -108,7 +108,7 @@ class _Helper:
     memory: SharedMemory
 
     def _receive(self) -> Any:
-        """Return a message of the reader; end the process if it is closed, or gone."""
+        """Return a message from the reader; end this process if the reader has closed or ended."""
         try:
             data = self.channel.receive()
         except EOFError:
@@ -116,7 +116,7 @@ class _Helper:
         return pickle.loads(data)
 
     def _send(self, message: Any) -> None:
-        """Send a message to the reader; in any thread."""
+        """Send a message to the reader, from any thread."""
         data = dump(message)
         try:
             self.channel.send(data)
@@ -124,13 +124,13 @@ class _Helper:
             os._exit(0)
 
     def serve(self) -> None:
-        """Answer messages until the reader has hung up, or a step of the start has failed."""
+        """Answer messages until the reader hangs up, or a step of the start fails."""
         try:
             opened = open_dataset(self._receive_config())
             chosen = choose(opened.config, opened.layouts)
             self._send(_told(opened, chosen))
             self._start(opened, chosen, self._receive())
-            os.environ.pop(MARK, None)  # for `check_interpreter`: modules have been imported
+            os.environ.pop(MARK, None)  # see `check_interpreter`: modules have been imported
         except BaseException as error:
             self._send(Failed(portable(error)))
             return
@@ -141,13 +141,13 @@ class _Helper:
     def _receive_config(self) -> ReaderConfig:
         try:
             config: ReaderConfig = self._receive()
-        except BaseException as error:  # a module of `postprocess` cannot be imported, say
+        except BaseException as error:  # for example, the module of `postprocess` is not importable
             raise ConfigError(
                 f"postprocess cannot be loaded in the helper process ({type(error).__name__}:"
-                f" {error}); make its module one that a new interpreter can import, or read"
+                f" {error}); make sure that a new interpreter can import its module, or read"
                 f" with {named('workers', 'thread')}"
             ) from error
-        # This thread only receives; otherwise the reader might wait for it.
+        # This thread only receives, so that the reader never waits for it.
         return config.model_copy(update={"num_threads": config.filler_threads})
 
     def _start(self, opened: OpenedDataset, chosen: Chosen, starting: Starting) -> None:
@@ -180,7 +180,7 @@ class _Helper:
             self._filler.record(Timeline(message.max_events) if message.max_events else None)
 
     def _answer(self, request: FillRequest, outcome: FillOutcome) -> None:
-        """Send the outcome of a request; runs in a thread of the filler, which nothing may end."""
+        """Send the outcome of a request; runs in a filler's thread, which no error may end."""
         error: tuple[bytes, ...] = ()
         if outcome.error is not None:
             try:
@@ -213,10 +213,10 @@ class _Helper:
 
 
 class HelperSlots:
-    """Slots in the memory of the process that fills them; `slots` is for the filler.
+    """Slots in the process that fills them; `slots` is for the filler.
 
-    `raws` has the shape and dtype of a row as read, per column. `rooms` of a slot are set before it
-    is filled.
+    `raws` has the shape and dtype of a row as read, per column. A slot's `rooms` must be set before
+    it is filled.
     """
 
     def __init__(
@@ -239,10 +239,10 @@ class HelperSlots:
     def put(
         self, slot: int, outcome: FillOutcome
     ) -> tuple[tuple[SentField, ...], dict[int, tuple[int, int]]]:
-        """Put the arrays outside a batch's slot into shared memory; different slots in any threads.
+        """Put arrays outside the slot into shared memory. Thread-safe for different slots.
 
         Returns `Answer.fields` and `Answer.rooms`. `PostprocessError` is raised if an array cannot
-        lie in shared memory, `OutOfMemoryError` if the system refuses memory.
+        be in shared memory, `OutOfMemoryError` if the system refuses memory.
         """
         size = self._sizes[slot] = outcome.index.size
         self._numbers[slot][:size] = outcome.index
@@ -288,14 +288,14 @@ class HelperSlots:
         """Copy an array to its room; describe the copy."""
         if array.dtype.hasobject:
             raise PostprocessError(
-                f"postprocess returned dtype {array.dtype}: Python objects cannot lie in memory"
-                " that processes share; return numbers or fixed-size strings, or read with"
+                f"postprocess returned dtype {array.dtype}: Python objects cannot be in shared"
+                " memory; return numbers or fixed-size strings, or read with"
                 f" {named('workers', 'thread')}"
             )
         offset, nbytes = self.rooms[slot].get(number, (0, 0))
         if nbytes < array.nbytes:
             room = self._shared.empty(max(array.nbytes, 2 * nbytes))
-            if nbytes:  # the batch that was there is no longer in use
+            if nbytes:  # the batch that used the old room is no longer in use
                 self._shared.discard(ArraySpec(offset, (nbytes,), room.dtype))
             offset = own_spec(self._shared, room).offset
             added[number] = offset, room.nbytes
@@ -305,7 +305,7 @@ class HelperSlots:
 
 
 def _told(opened: OpenedDataset, chosen: Chosen) -> Opened:
-    """Return what the reader needs to know of a dataset, without what only reading needs."""
+    """Return the description of a dataset for the reader, without the parts only for reading."""
     layouts = {
         name: layout.changed(heaps=tuple(one._replace(elements=None) for one in layout.heaps))
         for name, layout in opened.layouts.items()
@@ -322,19 +322,19 @@ def _give_up(error: BaseException) -> None:
 def _end_with(parent: int) -> None:
     """End this process when the reader's thread that started it ends.
 
-    Linux can do that. Elsewhere the process ends when the channel is closed.
+    Only Linux can do that. Elsewhere the process ends when the channel is closed.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it was too late
+        if os.getppid() != parent:  # the parent ended before the call
             os._exit(0)
 
 
 def _ignore_signals() -> None:
     """Ignore signals that are sent to a whole process group; they were blocked until now.
 
-    A handler that does nothing ignores them: child processes would inherit SIG_IGN. (The two
-    terminal access signals do get SIG_IGN: otherwise they would be sent again and again.)
+    Their handler does nothing; SIG_IGN would be inherited by child processes. (The two terminal
+    access signals do get SIG_IGN: otherwise they would be sent again and again.)
     """
     for number in GROUP_SIGNALS:
         is_terminals = number in (signal.SIGTTIN, signal.SIGTTOU)
@@ -343,26 +343,26 @@ def _ignore_signals() -> None:
 
 
 def _leave_to_parent(channel: Channel) -> None:
-    """Undo in a forked child what is only for the helper itself."""
-    channel.forget()  # else the reader would not see the helper's end
+    """Undo in a forked child the setup that is only for the helper itself."""
+    channel.forget()  # otherwise the reader would not notice the helper's end
     for number in GROUP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
 
 
 def _exit(error: BaseException | None) -> NoReturn:
-    """Flush the standard streams and end the process at once.
+    """Flush the standard streams and end the process immediately.
 
     The interpreter is not finalized, because that would interrupt threads that still run.
     """
     printing = threading.Thread(target=_print, args=(error,), daemon=True)
-    with suppressing(RuntimeError):  # there are no more threads
+    with suppressing(RuntimeError):  # no thread can be started
         printing.start()
         printing.join(_PRINT_SECONDS)
     os._exit(0 if error is None else 1)
 
 
 def _print(error: BaseException | None) -> None:
-    with suppressing(Exception):  # the reader of a pipe may be gone
+    with suppressing(Exception):  # the other end of a pipe may be closed
         if error is not None:
             traceback.print_exception(error)
     with suppressing(Exception):

@@ -1,15 +1,15 @@
-"""Defines the messages between a reader and its helper process, pickles and sends them.
+"""Defines the messages between a reader and its helper processes; pickles and sends them.
 
-First the options (`ReaderConfig`) are answered by `Opened`, and `Starting` by `Started`. Then the
-reader sends requests to fill slots (`FillRequest` and `Rooms`, as plain tuples), each answered by
-one `Answer` in any order, and notes without an answer (`NoteUploaded`, `Record`).
+First the helper answers the options (`ReaderConfig`) with `Opened`, and `Starting` with `Started`.
+Then the reader sends requests to fill slots (`FillRequest` and `Rooms`, as plain tuples), each
+answered by one `Answer`, in any order, and notes without an answer (`NoteUploaded`, `Record`).
 
 Arrays stay in shared memory, where the reader makes the slots (`ReaderSlots`). A field of a batch
 is one array or several (`samples/samplearrays.py`). An array outside the slot, such as a result of
-`postprocess` or the offsets of ragged samples, is copied into shared memory beside the slots. Each
-slot, field and part has one such block, its *room*, replaced by one of twice the needed size when
-it is too small. Whichever helper fills a slot is told its rooms, so their number does not depend on
-the number of helpers.
+`postprocess` or the offsets of ragged samples, is copied into a block of shared memory beside the
+slots. Each slot, field and part has one block, its *room*, which is replaced by a larger one, at
+least twice as large, if it is too small. The helper that fills a slot is told the slot's rooms, so
+their number does not depend on the number of helpers.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from h5async.samples.fieldkind import FieldKind, are_same
 from h5async.samples.samplearrays import SampleArrays
 from h5async.system.interruptions import suppressing
 
-# Offset and size of the memory that helpers have added beside a slot, by its number. Immutable.
+# Offset and size of each room of a slot, by a number for field and part. Immutable.
 Rooms: TypeAlias = Mapping[int, tuple[int, int]]
 
 _SIZE = struct.Struct("!Q")  # the size of the message that follows
 _READ_NBYTES = 1 << 16  # one call receives the whole of most messages
-# Without it, sending to a closed end is fatal in a program that does not ignore SIGPIPE.
+# Without this flag, sending to a closed end kills a program that does not ignore SIGPIPE.
 _SEND_FLAGS = getattr(_socket, "MSG_NOSIGNAL", 0)
 
 _MAX_CAUSES = 8
 _FOUND = (
-    "has changed since the reader was made, which a new helper process found when it took the"
-    " place of one that died"
+    "has changed since the reader was made, as a new helper process found that replaces one that"
+    " died"
 )
 _KNOWN = {kind for kind in vars(errors).values() if isinstance(kind, type)}
 
@@ -59,7 +59,7 @@ _KNOWN = {kind for kind in vars(errors).values() if isinstance(kind, type)}
 class Opened(NamedTuple):
     """The dataset is open, and the datasets that select its samples were read.
 
-    Layouts are of all columns, by name; those of variable-length elements lack their positions.
+    `layouts` has all columns, by name; variable-length elements lack their positions.
     """
 
     layouts: dict[str, DatasetLayout]
@@ -71,7 +71,7 @@ class Opened(NamedTuple):
     def check_same(self, now: Opened, found: str = _FOUND) -> None:
         """Raise ReadError if a new helper found other files or samples than the first one.
 
-        `found` completes the message; its subject is what differs.
+        `found` completes the message, after the name of the thing that differs.
         """
         changed, what = _changed_layout(self.layouts, now.layouts), None
         if changed is not None:
@@ -79,7 +79,7 @@ class Opened(NamedTuple):
         elif not are_same(tuple(self.static.values()), tuple(now.static.values())):
             what = "a value of the whole dataset"
         elif not self.chosen.is_same(now.chosen):
-            what = "what indices or weights are read from"
+            what = "the source of indices or weights"
         elif not all(  # the meaning of codes, and which columns are delivered
             type(one) is type(other) and one.is_same(other)
             for one, other in zip(self.kinds.values(), now.kinds.values(), strict=True)
@@ -93,7 +93,7 @@ class Opened(NamedTuple):
 def _changed_layout(
     before: Mapping[str, DatasetLayout], now: Mapping[str, DatasetLayout]
 ) -> DatasetLayout | None:
-    if list(before) != list(now):  # a path leads to data of another kind
+    if list(before) != list(now):  # a path leads to a different kind of data
         return next(iter(before.values()))
     for name, layout in before.items():
         if not _is_same(layout, now[name]):
@@ -116,10 +116,9 @@ def _files(layout: DatasetLayout) -> list[object]:
 
 
 class SlotSpecs(NamedTuple):
-    """Describes a slot in shared memory: arrays of `SlotMemory`, and the batch's sample numbers.
+    """Describes a slot in shared memory: the arrays of `SlotMemory`, and the sample numbers.
 
-    None stands for an array that is not in shared memory or not needed. `numbers` is int64
-    (batch,).
+    None: an array is not in shared memory, or not needed. `numbers` is int64 (batch,).
     """
 
     raw: tuple[ArraySpec | None, ...]
@@ -129,7 +128,7 @@ class SlotSpecs(NamedTuple):
 
 
 class Starting(NamedTuple):
-    """Start to fill slots, which have room for `rows` samples each.
+    """Start to fill slots with room for `rows` samples each.
 
     `has_device_cache`: the reader tracks which samples the device cache has.
     """
@@ -141,7 +140,7 @@ class Starting(NamedTuple):
 
 
 class Started(NamedTuple):
-    """Slots can be filled; `methods` says how each field is read, and `cache` what is kept."""
+    """Slots can be filled; `methods` says how each field is read, `cache` describes the cache."""
 
     methods: list[str]
     cache: str
@@ -160,9 +159,9 @@ class Record(NamedTuple):
 
 
 class SentField(NamedTuple):
-    """The places of the arrays of a field of a batch; other attributes as in `SampleArrays`.
+    """The places of the arrays of a batch's field; `sample_shape` is as in `SampleArrays`.
 
-    `kind` is their class; None for a single array.
+    `kind` is the class of the field; None for a single array.
     """
 
     kind: type[SampleArrays] | None
@@ -171,14 +170,14 @@ class SentField(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The outcome of a request; with `stats` of the helper's filler so far."""
+    """The outcome of a request, with the statistics of the helper's filler so far."""
 
     request: tuple[Any, ...]  # the `FillRequest`
     size: int  # samples in the batch
     fields: tuple[SentField, ...]
-    rooms: Rooms  # memory beside the slot that was added for them
+    rooms: Rooms  # those that were added for the fields
     error: tuple[bytes, ...]  # from `portable`, if any
-    others: tuple[Any, ...]  # the members of the `FillOutcome` behind its error
+    others: tuple[Any, ...]  # the members of `FillOutcome` after its error
     stats: FillerStats
     recorded: Sequence[Recorded] = ()  # since the last answer
 
@@ -190,11 +189,11 @@ class Failed(NamedTuple):
 
 
 class ReaderSlots:
-    """Slots in the memory of the process that made them; `specs` is what helpers receive.
+    """Slots in the process that made them; `specs` describes them for helpers.
 
-    `rooms` is the memory beside each slot, for the helper that fills it next.
+    `rooms` has the rooms of each slot, for the helper that fills it next.
 
-    `slots` are arrays in `shared`; raw arrays lie in other memory if the filler transforms them. A
+    `slots` are arrays in `shared`; raw arrays are in other memory if the filler transforms them. A
     slot has room for `rows` samples. `pixels_nbytes` has, per field, the maximum size of the pixels
     of a batch of images.
     """
@@ -209,7 +208,7 @@ class ReaderSlots:
         self._shared = shared
         numbers = shared.empty(len(slots) * rows * 8).view(np.int64).reshape(len(slots), rows)
         self._numbers = list(numbers)
-        # By slot: where its own memory begins in the shared memory, and that memory.
+        # By slot: its blocks of memory, each with its offset in the shared memory.
         self._blocks: list[list[tuple[int, NDArray[np.uint8]]]] = []
         self.rooms: list[Rooms] = [{}] * len(slots)
         self.specs: list[SlotSpecs] = []
@@ -252,14 +251,14 @@ class ReaderSlots:
         return tuple(found)
 
     def _array(self, slot: int, part: ArraySpec) -> NDArray[Any]:
-        """Return an array: in the memory of the slot, which may be pinned, if it lies there."""
+        """Return an array, as a view of the slot's own (maybe pinned) memory if it lies there."""
         for begin, block in self._blocks[slot]:
             if begin <= part.offset and part.end <= begin + block.nbytes:
                 return np.ndarray(part.shape, part.dtype, block, part.offset - begin)
         return self._shared.array(part)
 
     def _new(self, nbytes: int) -> NDArray[np.uint8] | None:
-        """Return memory for pixels; None means that they are copied out of the helper's."""
+        """Return memory for pixels; None: they are copied from the helper's memory."""
         try:
             return self._shared.empty(nbytes) if nbytes else None
         except OutOfMemoryError:
@@ -276,8 +275,8 @@ def own_spec(shared: SharedMemory, array: NDArray[Any]) -> ArraySpec:
 class Channel:
     """One end of a socket pair, which it owns: messages, as bytes, arrive whole and in order.
 
-    Any thread sends; one thread receives. It calls the system directly: Python's default socket
-    timeouts do not apply, and it uses no function that gevent or eventlet replace (as they do with
+    Any thread may send; one thread receives. It calls the system directly: Python's default socket
+    timeouts do not apply, and it uses no function that gevent or eventlet replace (such as
     `os.close`).
     """
 
@@ -289,12 +288,12 @@ class Channel:
         self._received = bytearray()
 
     def send(self, data: bytes) -> None:
-        """Send a message. Blocks until the other end has room; OSError if either end is closed."""
+        """Send a message. Blocks until there is room for it; OSError if either end is closed."""
         with self._sending:
             self._socket.sendall(_SIZE.pack(len(data)) + data, _SEND_FLAGS)
 
     def receive(self) -> bytes:
-        """Wait for a message and return it; EOFError if the other end closes, even within one."""
+        """Wait for a message and return it; EOFError if the other end closes, even midway."""
         (size,) = _SIZE.unpack(self._take(_SIZE.size))
         return self._take(size)
 
@@ -309,7 +308,7 @@ class Channel:
             self._socket.close()
 
     def forget(self) -> None:
-        """Close the descriptor in a forked child, where another thread's lock stays locked."""
+        """Close the descriptor in a forked child, where the lock may stay locked for ever."""
         self._socket.close()
 
     def _take(self, nbytes: int) -> bytes:
@@ -327,7 +326,7 @@ class Channel:
 
 
 def dump(message: Any) -> bytes:
-    """Pickle a message other than the first, in which functions may be local."""
+    """Pickle a message other than the first one, which may contain local functions."""
     return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
 
 
@@ -347,9 +346,9 @@ def _load_error(data: bytes) -> BaseException:
 
 
 def portable(error: BaseException) -> tuple[bytes, ...]:
-    """Pickle an error with its causes, which pickle alone would drop.
+    """Pickle an error and its causes, which pickle alone would drop.
 
-    Each keeps its type if that can be pickled. A note says where it was raised.
+    Each keeps its type if that can be pickled. A note has its traceback.
     """
     links: list[BaseException] = []
     link: BaseException | None = error
@@ -379,14 +378,14 @@ def received(sent: tuple[bytes, ...]) -> BaseException:
 
 
 def _dump_error(error: BaseException) -> bytes:
-    # Pickle makes an exception from its `args`, which does not work with every exception.
+    # Pickle makes an exception from its `args`, which does not work for every exception.
     for sent in (error, (type(error), error.args, error.__dict__)):
         try:
             data = bytes(cloudpickle.dumps(sent))
             copy = _load_error(data)
             if isinstance(copy, BaseException) and str(copy) == str(error):
                 return data
-        except Exception:  # raised by the exception's own code; there is another way
+        except Exception:  # raised by the exception's own code; try the next way
             continue
     known = next((kind for kind in type(error).__mro__ if kind in _KNOWN), None)
     try:

@@ -1,19 +1,18 @@
 """Keeps one helper process alive: posts requests and notes to it, and takes its answers.
 
-When a helper dies, a new one is started as soon as there is a request for it, and is given the
-unanswered requests: an outside kill costs only time. `Outstanding` decides about requests that
-kill helpers.
+When a helper dies, a new one is started as soon as there is a request, and is given the unanswered
+requests: an outside kill costs only time. `Outstanding` decides about requests that kill helpers.
 
 One thread starts the helper and takes its answers (`run`). The system ends the helper with this
-thread, so also with the process, however that ends. Messages are posted in order under a lock, and
+thread, and so with the process, however that ends. Messages are posted in order under a lock, and
 sent without it by another thread (`flush`), so that nobody else ever waits for the helper.
 
 If gevent or eventlet replace threads, both are the same system thread, and waiting for the helper
-stops all others. In that case `run` waits only while the helper has something to answer, and it
-sends what was posted.
+blocks all others. In that case `run` waits only while the helper has something to answer, and it
+sends the posted messages itself.
 
 The first helper's start has two steps: it has opened the files, and it has started its threads.
-They are passed on to the thread that waits for them.
+They are reported to the thread that waits for them.
 """
 
 from __future__ import annotations
@@ -49,23 +48,24 @@ from h5async.system.interruptions import Gate, Patience, suppressing
 
 _log = logging.getLogger("h5async.process")
 _STEP_SECONDS = 60.0  # the shortest timeout of a step
-MAX_DEATHS = 3  # of helpers that had, or were started for, the same request
+MAX_DEATHS = 3  # of helpers that had the same request, or were started for it
 
 
 @dataclass(eq=False, slots=True)
 class _Entry:
     request: FillRequest
     is_sent: bool = False  # to the current helper
-    deaths: int = 0  # of helpers that had it: with any, it is a suspect
+    deaths: int = 0  # of helpers that had it; if not 0, it is a suspect
 
 
 class Outstanding:
-    """Unanswered requests, at most one per slot, and which of them a helper is given. Pure.
+    """Unanswered requests, at most one per slot; decides which to give to a helper. Pure.
 
-    A helper is given every request at once, as long as no helper dies. When one dies, any of its
-    requests may be the reason: these become *suspects*. From then on helpers are given the suspects
-    one at a time, oldest first, until each is answered or given up. So a request that kills helpers
-    is found, and no other request fails with it. The caller holds a lock, and reports events.
+    Until a helper dies, helpers are given every request immediately. When one dies, any of its
+    requests may be the reason: these become *suspects*. From then on, helpers are given the
+    suspects one at a time, oldest first, until each is answered or given up. So a request that
+    kills helpers is found, and no other request fails with it. The caller holds a lock, and reports
+    events.
 
     `has_started`: the current helper, or else the last one, got as far as taking requests.
     """
@@ -102,13 +102,13 @@ class Outstanding:
         entries = self._in_order()
         unsent = [entry for entry in entries if not entry.is_sent]
         suspects = [entry for entry in entries if entry.deaths]
-        if suspects:  # one at a time: the helper may have one that may kill it
+        if suspects:  # one at a time; none while the helper has one that may kill it
             unsent = suspects[:1] if len(unsent) == len(entries) else []
         for entry in unsent:
             entry.is_sent = True
         return [entry.request for entry in unsent]
 
-    # --- what becomes of helpers ------------------------------------------------------------------
+    # --- the lives of helpers ---------------------------------------------------------------------
 
     def helper_starts(self) -> None:
         """Note that a new helper is being started; it does not take requests yet."""
@@ -119,14 +119,15 @@ class Outstanding:
         self._takes_requests = self.has_started = True
 
     def helper_ends(self) -> None:
-        """Note that the helper takes no more requests; `blame` follows when the reason is known."""
+        """Note that the helper takes no more requests; call `blame` once the reason is known."""
         self._takes_requests = False
 
     def blame(self) -> list[tuple[FillRequest, int]]:
         """Count the helper's end against each request that it had.
 
-        If it had none yet, it was started for the oldest one, which is charged instead. Returns the
-        requests that ended `MAX_DEATHS` helpers, or more, oldest first. They stay until `remove`.
+        If it took no requests yet, it was started for the oldest one, which is blamed instead.
+        Returns the requests, oldest first, and their counts, from `MAX_DEATHS` on. They stay until
+        `remove`.
         """
         assert not self._takes_requests, "the helper has not ended"
         entries = self._in_order()
@@ -149,11 +150,11 @@ class Supervisor:
 
     Methods are thread-safe, except `run` and `flush`, each called by one thread.
 
-    `what` is what helpers read, for messages; `opening` is the first message to a helper, pickled;
-    `shared` is memory that helpers map too; `lock` is reentrant; `wake_sender` makes the other
-    thread call `flush`. `opened` is what the first helper found, once it has opened the dataset;
-    `methods` says how each field is read, in field order, once it has started to fill slots;
-    `process` is the current one.
+    `what` names the files that helpers read, for messages; `opening` is the first message to a
+    helper, pickled; `shared` is memory that helpers also map; `lock` is reentrant; `wake_sender`
+    makes the other thread call `flush`. Once the first helper has opened the dataset, `opened` is
+    its answer; once it has started to fill slots, `methods` says how each field is read, in field
+    order. `process` is the current helper.
     """
 
     def __init__(
@@ -168,7 +169,7 @@ class Supervisor:
         self._opening = opening
         self._shared = shared
         self._wake_sender = wake_sender
-        # Relative paths start from there, also for later helpers; None: it was removed.
+        # The base of relative paths, also for later helpers; None: it was removed.
         self._folder: str | None = None
         with suppressing(OSError):
             self._folder = os.getcwd()
@@ -178,7 +179,7 @@ class Supervisor:
         self._changed = Gate()
         self._closed = False
         self.process: HelperProcess | None = None
-        self._takes_notes = False  # it was sent `Starting`, so messages may be posted after it
+        self._takes_notes = False  # `Starting` was posted, so messages may follow it
         self._starting: Starting | None = None
         self._slots: ReaderSlots | None = None
         self._on_done: Callable[[FillRequest, FillOutcome], None] = do_nothing
@@ -187,8 +188,8 @@ class Supervisor:
         self._max_events = 0  # the limit of recorded events
         self._recorded: dict[int, Recorded] = {}  # by process
         self._start_error: BaseException | None = None
-        self._opener_id = threading.get_native_id()  # of the system's thread
-        self.is_alone = False  # there is no other thread of the system; see `run`
+        self._opener_id = threading.get_native_id()  # the system thread
+        self.is_alone = False  # there is no other system thread; see `run`
 
     @property
     def num_outstanding(self) -> int:
@@ -201,16 +202,16 @@ class Supervisor:
         starting: Starting,
         on_done: Callable[[FillRequest, FillOutcome], None],
     ) -> None:
-        """Have this helper and later ones fill slots, as told by the message `starting`.
+        """Have this helper and later ones fill slots, as the message `starting` says.
 
-        `on_done` is called in `run`, and in a caller of `fail`, with each request and its outcome.
+        `on_done` is called in the thread of `run`, with each request and its outcome.
         """
         with self._lock:
             self._slots, self._starting, self._on_done = slots, starting, on_done
         self._changed.notify()
 
     def request(self, request: FillRequest) -> bool:
-        """Post a request as soon as the helper may have it; return False if this is closed."""
+        """Post a request as soon as the helper may have it; return False if closed."""
         with self._lock:
             if self._closed:
                 return False
@@ -220,7 +221,7 @@ class Supervisor:
             return True
 
     def note(self, message: Any) -> None:
-        """Post a message without an answer. Before the start, `Starting` carries its content."""
+        """Post a message without an answer; not before `Starting`, which has its content."""
         self._post(message)
         self._wake_sender()
 
@@ -231,13 +232,13 @@ class Supervisor:
             self.note(Record(max_events))
 
     def take_recorded(self) -> list[Recorded]:
-        """Return what helpers have recorded and sent since the last call."""
+        """Return the events that helpers have recorded and sent since the last call."""
         with self._lock:
             found, self._recorded = self._recorded, {}
         return list(found.values())
 
     def flush(self) -> None:
-        """Send what was posted; blocks until the helper has received it or has ended."""
+        """Send posted messages; blocks until the helper has received them or has ended."""
         with self._lock:
             process = self.process
         if process is not None:
@@ -263,9 +264,9 @@ class Supervisor:
         self._slots, self._on_done, self._wake_sender = None, do_nothing, do_nothing
 
     def await_opened(self, timeout_seconds: float | None) -> Opened:
-        """Wait until the first helper has opened the files; return what it found.
+        """Wait until the first helper has opened the files; return its answer.
 
-        The helper's error is raised, here and below; `ReadError` if it died, `BatchTimeoutError` if
+        Here and below, the helper's error is raised; `ReadError` if it died, `BatchTimeoutError` if
         it takes longer than both the timeout and a minute.
         """
         self._await("open the files", lambda: self.opened, timeout_seconds)
@@ -315,13 +316,13 @@ class Supervisor:
     # --- the thread -------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Keep a helper alive and take its answers until this is closed; in one thread."""
+        """Keep a helper alive and take its answers until closed; in one thread."""
         self.is_alone = threading.get_native_id() == self._opener_id
         while self._go_on(self._serve_once()) and self._await_request():
             pass
 
     def _serve_once(self) -> BaseException | None:
-        """Have one helper work until it ends; return why, or None if this was closed."""
+        """Have one helper work until it ends; return the reason, or None if this was closed."""
         try:
             self._serve()
             return None
@@ -366,7 +367,7 @@ class Supervisor:
         if self.is_alone:
             process.flush()
         else:
-            self._wake_sender()  # this thread must receive, and does not send
+            self._wake_sender()  # this thread only receives
         started: Started = _step(process)
         with self._lock:
             self._stats = FillerStats(cache=started.cache)
@@ -412,7 +413,7 @@ class Supervisor:
         del error  # its traceback may have this frame
 
     def _keep(self, several: Sequence[Recorded]) -> None:
-        """Keep what a helper has recorded, within limits. The caller holds the lock."""
+        """Keep a helper's recorded events, up to the limit. The caller holds the lock."""
         if not self._max_events:
             return
         for recorded in several:
@@ -425,22 +426,22 @@ class Supervisor:
     # --- the end of a helper ----------------------------------------------------------------------
 
     def _go_on(self, error: BaseException | None) -> bool:
-        """Fail the requests that a helper's end costs; return whether to start another one.
+        """Fail the requests that are to blame for a helper's end; return whether to start another.
 
-        Nothing in this thread keeps the error: its traceback will refer to the reader.
+        Nothing in this thread keeps the error, because its traceback will refer to the reader.
         """
         if error is None:
             return False
-        if not self.methods:  # the constructor of the reader raises it
+        if not self.methods:  # the reader's constructor raises it
             if isinstance(error, HelperDied):
                 step = "started its threads" if self.opened else "opened the files"
                 error = HelperDied(f"{error} before it had {step}; standard error may say why")
             self._start_error = error
             self._changed.notify()
             return False
-        if isinstance(error, HelperDied):  # (as text: handlers may keep what they are given)
+        if isinstance(error, HelperDied):  # (logged as text: handlers may keep their arguments)
             _log.warning(
-                "%s: %s; another helper takes its place, and goes on with what it had to deliver",
+                "%s: %s; another helper takes its place, and continues its work",
                 self._what,
                 str(error),
             )
@@ -468,7 +469,7 @@ class Supervisor:
 
 
 def _step(process: HelperProcess) -> Any:
-    """Return the helper's answer to a step of its start; raise its error."""
+    """Return the helper's answer to a step of its start, or raise its error."""
     message = process.receive()
     if isinstance(message, Failed):
         raise received(message.error)

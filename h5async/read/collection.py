@@ -1,8 +1,8 @@
-"""Plans and reads the rows of a batch, of all fields and from all files at once, by the core.
+"""Has the core plan and read a batch's rows, for all fields and from all files at once.
 
 For each batch, sample numbers and the memory of a slot enter; rows leave. A batch is planned in one
-call, and read in one call per share. It names rows that only h5py reads. Refused items are read
-again from a file that was checked, or raise an error.
+call, and each share of it is read in one call. Rows that only h5py can read are listed. Items that
+the core refuses are read again from a file that was checked, or raise an error.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from h5async.read.rereading import (
 from h5async.system.interruptions import call_when_gone
 
 Int64s = NDArray[np.int64]
-MOST_ROUNDS = 64  # of fetching, each after what the one before has told
+MOST_ROUNDS = 64  # of fetching; each depends on what the one before has found
 
 
 class Planned(NamedTuple):
-    """The plan of a batch, as arrays of the core, valid until the slot is planned again.
+    """The plan of a batch, in arrays of the core, valid until the slot is planned again.
 
-    `items` are the core's `Item`s. By run, int64: begin within a chunk's rows, begin within the
-    batch, and length.
+    `items` are the core's `Item`s. Each run of rows has, as int64, its beginning within a chunk's
+    rows, its beginning within the batch, and its length.
     """
 
     items: NDArray[Any]
@@ -67,7 +67,7 @@ class Collection:
     def new_batch(
         self, raw: Sequence[NDArray[Any]], out: Sequence[NDArray[Any]], rows: int
     ) -> SlotBatch:
-        """Return the memory for the plans of a slot with this memory, for `rows` samples."""
+        """Return memory for the plans of a slot, given its arrays, of at most `rows` samples."""
         targets = (self._core.Target * len(self.tables.fields))()
         batch = SlotBatch(self._core.BatchPlan(), targets, rows, (raw, out))
         self._aim(batch, raw, out)
@@ -91,11 +91,11 @@ class Collection:
         num_samples: int | None = None,
         draw: NDArray[np.uint64] | None = None,
     ) -> tuple[int, int]:
-        """Plan a batch for some threads; return the number of items, and their cost in bytes.
+        """Plan a batch for `threads` threads; return the number of items and their cost in bytes.
 
-        `samples`, int64 (n,), are below `num_samples`, or those of the dataset, and at most the
-        rows of the slot; else `IndexError` is raised. `wanted` says which fields are read; `draw`
-        is from `epoch_keys` of `plan/crops.py`, for parts of rows that are drawn.
+        `samples`, int64 (n,), must be below `num_samples` (None: that of the dataset) and at most
+        as many as the slot has rows; else `IndexError` is raised. `wanted` says which fields to
+        read; `draw`, from `epoch_keys` of `plan/crops.py`, is for randomly drawn parts of rows.
         `MemoryError` is raised if there is not enough memory for the plan.
         """
         samples = np.ascontiguousarray(samples, np.int64)
@@ -117,7 +117,7 @@ class Collection:
             None if draw is None else address(draw),
         )
         if planned < 0:
-            raise IndexError(f"a batch of {count} samples has one that there is not, or too many")
+            raise IndexError(f"a batch of {count} samples is too large, or has one out of range")
         if not planned:
             raise MemoryError("no memory is left for the plan of a batch")
         return plan.num_items, plan.nbytes
@@ -135,7 +135,7 @@ class Collection:
         return refused
 
     def new_reading(self, batch: SlotBatch, scratch: Scratch) -> Reading:
-        """Return what reads samples at once with a batch's plan."""
+        """Return a `Reading` for `read_samples`, with a batch's plan."""
         worker, at = scratch.worker(self._core).struct, ctypes.addressof
         return Reading(at(batch.plan), at(batch.targets), at(worker), batch, scratch)
 
@@ -147,9 +147,9 @@ class Collection:
         samples: Int64s,
         draw: NDArray[np.uint64] | None,
     ) -> bool:
-        """Read samples, all fields of them, to other memory than a batch was made for.
+        """Read all fields of samples, in one call, to other memory than the batch was made for.
 
-        In one call; returns whether it did: if not, for whatever reason, `plan` and `read` have to.
+        Returns whether it succeeded; if not, for any reason, use `plan` and `read`.
         """
         batch, scratch = reading.batch, reading.scratch
         self._aim(batch, raw, out)
@@ -157,7 +157,7 @@ class Collection:
         numbers = len(self.tables.fields), samples.size, self.tables.num_samples
         sources = self.tables.sources
         done = bool(self._call("read_samples", batch, sources, scratch, at, keys, *numbers))
-        batch.arrays = None  # which the caller of `read` keeps
+        batch.arrays = None  # the caller keeps them
         return done
 
     def _call(
@@ -183,7 +183,7 @@ class Collection:
         return Planned(self._items(batch), *(_array(run, plan.num_runs, np.int64) for run in runs))
 
     def read_ranges(self, ranges: Ranges, start: int, stop: int, scratch: Scratch) -> None:
-        """Read ranges `start` to `stop` as they are stored.
+        """Read ranges `start` to `stop` as stored, without decoding.
 
         `ReadError` is raised if one cannot be read, or its file was changed; `ReaderClosedError` if
         they are no longer wanted.
@@ -210,12 +210,12 @@ class Collection:
                     f" {ranges.offset[done]} cannot be read"
                 )
 
-    # --- of sources that are no local files -------------------------------------------------------
+    # --- far sources (see `farsources.py`) --------------------------------------------------------
 
     def ranges(self, batch: SlotBatch, start: int, stop: int, scratch: Scratch) -> ByteRanges:
-        """Return what items of a plan read of far sources.
+        """Return the byte ranges of far sources that items of a plan read.
 
-        Where values of variable length lie is found in what was fetched: call it again then.
+        The places of variable-length values are found in the fetched bytes, so call it again then.
         """
         far = self.tables.far
         assert far is not None
@@ -230,7 +230,7 @@ class Collection:
             room = count
 
     def hold(self, batch: SlotBatch, held: Held | None) -> None:
-        """Have a plan read what was fetched; None: forget it. The plan is not being read."""
+        """Have a plan read fetched bytes; None: forget them. The plan must not be in use."""
         count = 0 if held is None else held.table.size
         batch.plan.fetched = None if held is None else address(held.table)
         batch.plan.num_fetched, batch.held = count, held
@@ -238,9 +238,9 @@ class Collection:
     def fetch(
         self, batch: SlotBatch, scratch: Scratch, items: tuple[int, int] | None = None
     ) -> None:
-        """Fetch what a plan, or items of it, read of far sources, in the calling thread.
+        """Fetch the bytes of far sources for a plan, or some of its items, in the calling thread.
 
-        `ReadError` is raised if it cannot be had. The plan is not being read.
+        `ReadError` is raised if that fails. The plan must not be in use.
         """
         far, wanted = self.tables.far, NO_RANGES
         if far is None:
@@ -256,17 +256,17 @@ class Collection:
             self.hold(batch, far.get_here(wanted, batch.held))
 
     def refused(self, batch: SlotBatch) -> Int64s:
-        """Return the numbers of the items that have to be read again."""
+        """Return the numbers of the items that the core refused, which must be read again."""
         items = self._items(batch)
         return np.flatnonzero((items["status"] == REFUSED) & (items["kind"] != Kind.LEFT))
 
     def read_again(
         self, batch: SlotBatch, scratch: Scratch, damage: list[DamagedError] | None = None
     ) -> None:
-        """Read refused items from files that are opened again, and checked.
+        """Open the files of refused items again, check them, and read the items.
 
-        `ReadError` names file, dataset and chunk or sample; what is damaged is added to `damage`
-        instead, if given. `ReaderClosedError` is raised if the items are no longer wanted.
+        `ReadError` names file, dataset and chunk or sample; errors about damaged data are added to
+        `damage` instead, if given. `ReaderClosedError` is raised if items are no longer wanted.
         """
         refused, found = self.refused(batch), dict[int, DamagedError]()
         sources = self._items(batch)["source"][refused]
@@ -291,7 +291,7 @@ class Collection:
     ) -> None:
         for number in numbers:
             if damage is not None:
-                damage.pop(number, None)  # the file has changed since
+                damage.pop(number, None)  # from an earlier try: the file has changed since
             if self._reads_again(batch, number, scratch, file):
                 continue
             failure = scratch.worker(self._core).struct.failure
@@ -310,10 +310,10 @@ class Collection:
         scratch: Scratch,
         damage: dict[int, DamagedError] | None,
     ) -> None:
-        """Fetch items of a source that is no local file, and read them.
+        """Fetch the bytes of items of a far source, and read them.
 
-        They are read out of memory, also what is kept of them, which is compared with its checksums
-        again: others may remove or overwrite a mirror at any time.
+        They are read from memory only. Kept bytes are fetched, too, and compared with their
+        checksums again: other processes may remove or overwrite a mirror at any time.
         """
         worker = scratch.worker(self._core).struct
         for number in numbers:
@@ -331,7 +331,7 @@ class Collection:
     def _error_of(
         self, batch: SlotBatch, number: int, scratch: Scratch, file: Any
     ) -> ReadError | None:
-        """Return why an item could not be read; None if it was now, as its chunk is short."""
+        """Return the error of an item; None if it could be read now, because its chunk is short."""
         failure, item = scratch.worker(self._core).struct.failure, self._items(batch)[number]
         layout, path = self.tables.layouts[item["field"]], self.tables.files[item["source"]].path
         if item["kind"] == Kind.HEAP:
@@ -375,7 +375,7 @@ class Collection:
         return bool(done)
 
     def _extent_of(self, batch: SlotBatch, item: Any, extent: int) -> Extent:
-        """Return where an item lies: chunk `extent`, or rows (below 0)."""
+        """Return an item's place: chunk `extent`; negative: contiguous rows."""
         table = self.tables.of_fields[item["field"]]
         chunks = table.chunks
         if extent >= 0:
@@ -394,9 +394,9 @@ class Collection:
         return Extent(begin, 0, (int(rows.min()), int(rows.max())))
 
     def left(self, batch: SlotBatch) -> Iterator[tuple[int, Int64s]]:
-        """Yield each field of which h5py reads rows, once, with these rows of its memory."""
+        """Yield each field that h5py must read in part, with those rows of its memory."""
         items = self._items(batch)
-        left = items[items["kind"] == Kind.LEFT]  # mostly none
+        left = items[items["kind"] == Kind.LEFT]  # usually none
         for field in sorted(set(left["field"].tolist())):
             plan, items = self.planned(batch), left[left["field"] == field]
             run = numbers_in(items["first_run"], items["num_runs"])

@@ -1,4 +1,4 @@
-"""Describes fields to the compiled core: in which files their rows lie, where, and how encoded.
+"""Describes fields to the compiled core: the files of their rows, their places and encoding.
 
 Layouts of fields enter; the core's tables leave, with arrays that they point to. They own the files
 that the core opens, and the decoded chunks that it keeps. A `Scratch` is the working memory of a
@@ -43,30 +43,30 @@ from h5async.system.timeline import ThreadCounts, Timeline
 Int64s = NDArray[np.int64]
 MOST_WOVEN = 4  # chunks that the core decodes before it writes their rows (weave.c)
 _ALL_BITS = (1 << 64) - 1
-# For this time after a file was last checked for changes, rows of its kept decoded chunks are
-# delivered without another check, which would cost more than they do. Batches are read ahead by
-# more than that. It is longer where many files are checked by turns, up to `_MOST_TRUSTED` times.
+# For this long after a file was last checked for changes, rows of its kept decoded chunks are
+# delivered without another check, which would cost more than the rows. Batches are read ahead by
+# more than that. With more than `_FILES_CHECKED` files it is longer, up to `_MOST_TRUSTED` times.
 _TRUSTED_NS = 100_000_000
-_FILES_CHECKED = 1000  # in that time
+_FILES_CHECKED = 1000  # within that time
 _MOST_TRUSTED = 10
 
 
 class CoreTables:
-    """Tables of fields, as the core takes them. Safe to use from many threads.
+    """Tables of fields for the core. Safe to use from many threads.
 
-    At most `most_files` descriptors are open at once; of more files, maps are kept without them.
-    The other parameters are by field: `layouts`; `kept_nbytes`, for decoded chunks that later
-    batches may need; `transforms`, done while reading, if any; `steps`, the rows of each sample
-    (None: its own; empty: None for all). `samples` are those of an epoch; None: all. `kept` says
-    where bytes of files are kept, if they are. With `keeps_all`, chunks that a batch takes whole
-    are kept the first time, too.
+    At most `most_files` descriptors are open at once; further files stay mapped without one. Given
+    by field: `layouts`; `kept_nbytes`, memory for decoded chunks that later batches may need;
+    `transforms`, done while reading, if any; `steps`, the rows of each sample (None: its own row;
+    empty: None for all). `samples` is the number of samples in an epoch; None: all. `kept` says
+    where bytes of files are kept on disk, if anywhere. With `keeps_all`, chunks that a batch takes
+    whole are also kept the first time.
 
-    `of_fields` has the table of each field; `fields` and `sources` are the same for the core, and
-    `files` those of `sources`. By field, `can_read` says whether the core reads it, at least in
-    part; `shares`, whether the rows of a batch have to be given, because samples share runs of
-    rows, each read once; `reads`, whether the core reads it and finds its rows; and `transforms`,
-    whether its rows are transformed as they are read. `far` gets what the core does not read of the
-    files themselves, those that `is_far` tells by file; None if there are none.
+    `of_fields` has the table of each field; `fields` and `sources` are the core's structures of the
+    same, and `files` the sources' files. By field: `can_read` says whether the core reads it, at
+    least in part; `shares`, whether a batch's rows must be passed in, because samples share runs of
+    rows that are read once; `reads`, whether the core reads it and finds its rows; `transforms`,
+    whether rows are transformed as they are read. `far` fetches the bytes of far sources, which
+    `is_far` marks by file; None if there are none.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class CoreTables:
         self._core, self._io, self._most_files = core, io, most_files
         self._keeps_all = keeps_all
         self._keep: list[Any] = []  # what structures point to
-        self._num_places = 0  # of all fields before: numbers that say where a part of a row begins
+        self._num_places = 0  # the numbers that locate parts of rows, of all fields so far
         self._firsts: dict[bytes, Int64s] = {}  # of layers; equal ones are shared
         builder = TableBuilder(lambda filters: core.filters(filters) is not None)
         self.of_fields = [
@@ -97,7 +97,7 @@ class CoreTables:
         self.num_samples = layouts[0].sample_count
         self.can_read = [table.can_read for table in self.of_fields]
         self.shares = [isinstance(rows, StepSpans) for rows in several]
-        spans = enumerate(several)  # the first columns of ragged fields:
+        spans = enumerate(several)  # for the first columns of ragged fields:
         self.ragged = [n for n, y in spans if isinstance(y, SpanRows) and several.index(y) == n]
         self.reads = [
             can and not is_shared for can, is_shared in zip(self.can_read, self.shares, strict=True)
@@ -152,7 +152,7 @@ class CoreTables:
             row["path"], row["fd"], row["may_map"] = ctypes.addressof(path), -1, mapped[device]
         stamps = np.array([[n & _ALL_BITS for n in one.stamp] for one in self.files], np.uint64)
         for name, column in zip(FileStamp._fields, stamps.reshape(-1, 5).T, strict=True):
-            table[name] = column.view(np.int64)  # it wraps, as in C
+            table[name] = column.view(np.int64)  # wraps around, as in C
         self._table = table  # the core writes to it from now on
         gives_back = len(table) > self._most_files
         opened = self._core.Sources(
@@ -176,7 +176,7 @@ class CoreTables:
         crop: Any,
     ) -> None:
         struct, table, layout = self.fields[field], self.of_fields[field], self.layouts[field]
-        struct.crop = crop  # which read from `struct` would keep all of `struct`, in a cycle
+        struct.crop = crop  # reading it back from `struct` would refer to `struct`, in a cycle
         shapes = zip(table.shapes, what_to_keep(table, layout, kept_nbytes, uses), strict=True)
         struct.layers = (self._core.Layer * len(table.layers))(*map(self._layer, table.layers))
         struct.shapes = (self._core.Shape * len(table.shapes))(
@@ -193,7 +193,7 @@ class CoreTables:
         struct.is_filled_first, struct.num_rows = table.is_filled_first, layout.num_samples
         if layout.heaps:
             assert layout.lengths is not None
-            self._keep.append(layout.heaps)  # whose structures point to their arrays
+            self._keep.append(layout.heaps)  # their structures point to their arrays
             heaps = [heap.elements.struct(self._core) for heap in layout.heaps]
             struct.heaps = (self._core.Heap * len(heaps))(*heaps)
             struct.lengths, struct.num_rows = self._hold(layout.lengths), layout.lengths.size
@@ -228,7 +228,7 @@ class CoreTables:
         return self._core.Layer(self._hold(first), *held, layer.row.size)
 
     def _crop(self, layout: DatasetLayout, rows_of_sample: int) -> Any:
-        """Return the part of each row that is delivered; None for whole rows."""
+        """Return the core's description of the delivered part of each row; None: whole rows."""
         if layout.crop is None:
             return None
         draws = draws_of(layout.crop, layout.row_shape)
@@ -275,7 +275,7 @@ class CoreTables:
         return address(array)
 
     def _hold_column(self, array: NDArray[Any]) -> tuple[int, int]:
-        """Return the address of a column, and the step to its next number: 0 if all are equal."""
+        """Return the address of a column and the step to the next number: 0 if all are equal."""
         is_one = array.strides == (0,)
         return self._hold(array[:1] if is_one else array), 0 if is_one else 1
 
@@ -285,7 +285,7 @@ class CoreTables:
         return source.path if source.values is None else number
 
     def open_ahead(self, is_closed: Callable[[], bool]) -> Iterator[int]:
-        """Open the first files; yield the numbers of those that are not as they were indexed."""
+        """Open the first files; yield the numbers of those that differ from the indexed ones."""
         for number, source in enumerate(self.files[: self._most_files]):
             if is_closed():
                 return
@@ -293,16 +293,16 @@ class CoreTables:
                 yield number
 
     def restamp(self, path: str, stamp: FileStamp, *, is_heap: bool = False) -> None:
-        """Say that a changed file still holds what was indexed.
+        """Accept a new stamp for a changed file that still holds what was indexed.
 
-        `is_heap`: that variable-length elements lie where they did; else that all others do.
+        `is_heap`: applies to its variable-length elements; otherwise, to everything else.
         """
         for number in self._numbers.get((path, is_heap), ()):
             self.files[number] = self.files[number]._replace(stamp=stamp)
             self._restamp(number, may_map(path, self._io))
 
     def stop_mapping(self, number: int) -> None:
-        """Read a source without a map from now on."""
+        """Read a source without mapping it from now on."""
         self._restamp(number, False)
 
     def _restamp(self, number: int, may_be_mapped: bool) -> None:
@@ -310,7 +310,7 @@ class CoreTables:
         self._core.restamp(self.sources, number, *times, may_be_mapped)
 
     def forget_chunks(self) -> None:
-        """Forget all chunks that are kept decoded, because a file has changed."""
+        """Forget all kept decoded chunks, because a file has changed."""
         for struct in self.fields:
             if struct.store:
                 self._core.clear_store(struct.store)
@@ -329,7 +329,7 @@ class CoreTables:
 
 
 class ScratchSize(NamedTuple):
-    """Bytes of the buffers of a `Scratch`; `between` is the size of each of its buffers."""
+    """Sizes of a `Scratch`'s buffers in bytes; `between` is the size of each of three."""
 
     encoded: int
     raw_chunk: int
@@ -337,7 +337,7 @@ class ScratchSize(NamedTuple):
 
     @classmethod
     def of(cls, layouts: Iterable[DatasetLayout]) -> ScratchSize:
-        """Return the maximum over all fields."""
+        """Return the maximum for all fields."""
         sizes = (
             scratch_size(leaf)
             for layout in layouts
@@ -348,10 +348,10 @@ class ScratchSize(NamedTuple):
 
 
 def scratch_size(leaf: DatasetLayout) -> ScratchSize:
-    """Return what a dataset in chunks needs.
+    """Return the sizes for a chunked dataset.
 
-    Chunks without filters that hold whole rows need nothing: these, or parts of them, are read to
-    where they go.
+    Chunks without filters that hold whole rows need no buffer: they, or parts of them, are read
+    directly to their destination.
     """
     if not leaf.filters:
         return ScratchSize(0, 0 if leaf.rows_are_whole else leaf.chunk_nbytes, 0)
@@ -366,12 +366,11 @@ def scratch_size(leaf: DatasetLayout) -> ScratchSize:
 class Scratch:
     """The working memory of one thread, allocated once.
 
-    `encoded` is for an encoded chunk; `raw_chunk` for a decoded one, or its needed parts, that
-    does not go to a batch as a whole, or for those that split the last dimension of the same
-    rows; `between` are three buffers: two for results between the filters of a pipeline, one for
-    a decoder. `stop` is not 0 once the reader is being closed; `counts` is what its thread has
-    done in Python. The compiled core notes what it does in `trace`, and work in Python is noted
-    in `timeline`.
+    `encoded` is for an encoded chunk; `raw_chunk` for a decoded chunk (or its needed parts) that
+    does not go to a batch as a whole, or for several chunks that split the last dimension of the
+    same rows; `between` are three buffers: two for results between the filters of a pipeline, one
+    for a decoder. `stop` is nonzero once the reader is being closed; `counts` counts the thread's
+    work in Python. The compiled core records its work in `trace`; Python's is in `timeline`.
     """
 
     encoded: Bytes
@@ -384,14 +383,14 @@ class Scratch:
     _worker: CoreWorker | None = None
 
     def record(self, trace: CoreTrace | None) -> None:
-        """Have the compiled core note what it does from now on; None: stop."""
+        """Have the compiled core record its work in `trace` from now on; None stops it."""
         self.trace = trace
         if self._worker is not None:
             self._worker.record(trace)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Count the time that a block reads, and note it."""
+        """Count the time spent in the ``with`` block as reading, and record it."""
         begin = perf_counter_ns()
         try:
             yield
@@ -401,18 +400,18 @@ class Scratch:
                 self.timeline.add("read", begin)
 
     def note_return(self) -> None:
-        """Note, right after a call of the core, how long it took to get the GIL back."""
+        """Count, right after a call of the core, the time it took to get the GIL back."""
         if self._worker is not None:
             returned_ns = int(self._worker.struct.returned_ns)
             self.counts.gil_wait_ns += monotonic_ns() - returned_ns
 
     def require_open(self) -> None:
-        """Raise `ReaderClosedError` once the reader is being closed: nobody wants the rest."""
+        """Raise `ReaderClosedError` if the reader is being closed: the rest is not needed."""
         if self.stop.value:
             raise ReaderClosedError(CLOSED)
 
     def worker(self, core: Core) -> CoreWorker:
-        """Return what this thread needs to call the compiled core; made on first use."""
+        """Return this thread's worker for calls of the compiled core; made on first use."""
         if self._worker is None:
             self._worker = core.new_worker(self.encoded, self.raw_chunk, self.between, self.stop)
             if self.trace is not None:
@@ -421,7 +420,7 @@ class Scratch:
 
     @classmethod
     def allocate(cls, encoded: int, raw_chunk: int, between: int) -> Scratch:
-        """Reserve memory for a `ScratchSize`; pages that are never touched cost nothing."""
+        """Reserve memory of a `ScratchSize`; pages that are never touched cost nothing."""
         sizes = encoded, raw_chunk, *[between] * 3
         first, second, *others = (np.empty(nbytes, np.uint8) for nbytes in sizes)
         return cls(first, second, tuple(others))

@@ -1,8 +1,8 @@
-"""Chooses who reads each field: the core, or h5py.
+"""Chooses whether the core or h5py reads each field.
 
-Layouts enter; a `Collection` leaves, which reads what the core can, and readers of the rest through
-h5py. They share the open files, which are closed here, and what was noticed of changed files. Small
-datasets are read whole by the same: a mask, say, or a number per sample.
+Layouts enter; a `Collection` leaves, which reads the fields that the core can read, and readers of
+the rest through h5py. They share the open files, which are closed here, and the record of changed
+files. Small datasets, such as a mask or a number per sample, are read whole in the same way.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Method = Literal["core", "h5py", "memory"]
 
 
 def method_of(layout: DatasetLayout) -> Method:
-    """Return the method by which a dataset without parts is read."""
+    """Return the method for reading a dataset that does not consist of other datasets."""
     return _method(load_core(), layout)
 
 
@@ -52,12 +52,12 @@ def _method(core: Core | None, layout: DatasetLayout) -> Method:
 
 
 class Executors:
-    """Reads the fields of a dataset, and owns what they share.
+    """Reads the fields of a dataset, and owns the resources that they share.
 
-    By field, `kept_nbytes` is memory for decoded chunks that later batches may need. `on_change` is
-    called if a file has changed but still holds what was indexed: rows read from it before are
-    invalid. `samples` are those of an epoch; None: all. `kept` says where bytes of files are kept,
-    if they are; `keeps_all`: see `CoreTables`. `changes` has what was noticed of changed files.
+    `kept_nbytes` is, by field, memory for decoded chunks that later batches may need. `on_change`
+    is called if a file has changed but still holds what was indexed: rows read from it before are
+    invalid. For `samples`, `kept` and `keeps_all` see `CoreTables`. `changes` keeps track of
+    changed files.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Executors:
         self._kept_nbytes = kept_nbytes
         self._io = io
         self._kept_files = max(1, affordable_files() // (1 if core is None else 2))
-        # One, or none. The functions hold it, and not this object with all that it holds.
+        # One or none. `forget` refers to this list, so that it does not keep this object alive.
         collections: list[Collection] = []
         self._collections = collections
 
@@ -99,7 +99,7 @@ class Executors:
 
     @property
     def fallback_reads(self) -> int:
-        """Number of reads that went through h5py."""
+        """The number of reads that went through h5py."""
         return self._fallback.reads
 
     def open_collection(
@@ -107,7 +107,7 @@ class Executors:
         transforms: Sequence[NativeTransform | None],
         steps: Sequence[StepRows | SpanRows | None] = (),
     ) -> Collection | None:
-        """Return what reads rows of all fields by the core, if there is one; see `CoreTables`."""
+        """Return the `Collection` that reads all fields by the core, if any; see `CoreTables`."""
         if self.core is None:
             return None
         tables = CoreTables(
@@ -126,25 +126,25 @@ class Executors:
         return self._collections[-1]
 
     def h5py_rows(self, layouts: Sequence[DatasetLayout] | None = None) -> list[H5pyRows]:
-        """Return what reads each field through h5py, or parts of the rows of fields."""
+        """Return a reader through h5py for each field, or for each of `layouts`, if given."""
         return [H5pyRows(one, self._fallback) for one in layouts or self.layouts]
 
     def read_again(
         self, batch: SlotBatch, scratch: Scratch, damage: list[DamagedError] | None = None
     ) -> None:
-        """Read items that the core has refused; see `Collection.read_again`."""
+        """Read the items that the core refused; see `Collection.read_again`."""
         for collection in self._collections:
             collection.read_again(batch, scratch, damage)
 
     def open_ahead(self, is_closed: Callable[[], bool]) -> None:
-        """Open the first files, so that they are those that were indexed.
+        """Open the first files, before others can replace the indexed ones.
 
-        `ReadError` is raised if a file cannot be opened, or is not the one that was indexed.
+        `ReadError` is raised if a file cannot be opened, or is not the indexed one.
         """
         for collection in self._collections:
             for number in collection.tables.open_ahead(is_closed):
                 with collection.rereader.opened(number):
-                    pass  # it says what is wrong
+                    pass  # it raises the error
         for layout in self.layouts:
             if all(_method(self.core, leaf) != "h5py" for leaf, _ in kinds_of(layout)):
                 continue
@@ -155,7 +155,7 @@ class Executors:
                     self._fallback.open(leaf)
 
     def close(self) -> None:
-        """Close all files, after any use. Idempotent."""
+        """Close all files, which must not be in use any more. Idempotent."""
         self._fallback.close()
         for collection in self._collections:
             collection.close()
@@ -163,11 +163,11 @@ class Executors:
 
 
 def read_whole(layout: DatasetLayout, reach: Reach) -> NDArray[Any]:
-    """Return all values of a dataset that has one per sample, in native byte order.
+    """Return all values of a dataset with one value per sample, in native byte order.
 
-    It raises as `read_blocks`.
+    Raises like `read_blocks`.
     """
-    blocks = read_blocks(layout, reach)  # which asks for room first
+    blocks = read_blocks(layout, reach)  # checks the memory budget first
     found = np.empty(layout.num_samples, layout.dtype.newbyteorder("="))
     for first, block in blocks:
         found[first : first + block.size] = block
@@ -175,7 +175,7 @@ def read_whole(layout: DatasetLayout, reach: Reach) -> NDArray[Any]:
 
 
 def read_rows(layout: DatasetLayout, reach: Reach) -> NDArray[Any]:
-    """Return all rows of a dataset, as `RowTransform` takes them; raises as `read_blocks`."""
+    """Return all rows of a dataset, as `RowTransform` takes them; raises like `read_blocks`."""
     what = f'{layout.file}: dataset "{layout.path}" of shape {layout.shape}: its values'
     reach.room.take(max(layout.nbytes, layout.chunk_nbytes), what, files_of(layout))
     return np.concatenate([rows.copy() for _, rows in _blocks(layout, reach.io, True)])
@@ -184,19 +184,20 @@ def read_rows(layout: DatasetLayout, reach: Reach) -> NDArray[Any]:
 def read_blocks(
     layout: DatasetLayout, reach: Reach, kept_itemsize: int = 0, *, may_use_h5py: bool = True
 ) -> Iterator[tuple[int, NDArray[Any]]]:
-    """Yield its values block by block, each with the number of its first sample.
+    """Yield the values of a dataset block by block, each with the number of its first sample.
 
-    Blocks share their memory. Values are in the dataset's byte order. There must be room for all of
-    them, of `kept_itemsize` bytes if they are kept in another form; else `BudgetError` is raised.
-    If not `may_use_h5py`, the core must read all: h5py would return references to its own memory.
+    Blocks share their memory. Values are in the dataset's byte order. All of them (at
+    `kept_itemsize` bytes, if kept in another form) must fit in `reach.room`; else `BudgetError` is
+    raised. Unless `may_use_h5py`, the core must read them: h5py would return references to its own
+    memory.
 
-    `DatasetError` is raised if it has several values for a sample, or none, or only h5py could read
-    it, `ReadError` if it cannot be read.
+    `DatasetError` is raised unless there is one value per sample, or if only h5py could read it;
+    `ReadError` if reading fails.
     """
     count = layout.num_samples
     if math.prod(layout.shape) != count:
         raise DatasetError(
-            f'{layout.file}: dataset "{layout.path}" must have one value for each sample, and has'
+            f'{layout.file}: dataset "{layout.path}" must have one value for each sample, but has'
             f" shape {layout.shape}"
         )
     nbytes = max(count * max(layout.dtype.itemsize, kept_itemsize), layout.chunk_nbytes)
@@ -210,7 +211,7 @@ def _blocks(
     layout: DatasetLayout, io: IoMode, may_use_h5py: bool
 ) -> Iterator[tuple[int, NDArray[Any]]]:
     count = layout.num_samples
-    # Whole chunks: one that is split between two blocks would be decoded twice.
+    # Whole chunks: a chunk split between two blocks would be decoded twice.
     size = layout.chunk_shape[layout.sample_axis] if layout.chunk_shape else 1
     size *= max(1, _BLOCK_SAMPLES // size)
     memory = np.empty((min(size, count), *layout.row_shape), layout.raw_dtype)
@@ -218,7 +219,7 @@ def _blocks(
     try:
         collection, through_h5py = executors.open_collection([None]), executors.h5py_rows()[0]
         room = ScratchSize.of([layout])
-        if layout.chunks is not None:  # read chunk by chunk, also where batches read rows
+        if layout.chunks is not None:  # read by whole chunks, even if batches read single rows
             room = room._replace(raw_chunk=max(room.raw_chunk, layout.chunk_nbytes))
         scratch = Scratch.allocate(*room)
         for first in range(0, count, size):

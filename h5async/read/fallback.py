@@ -1,12 +1,12 @@
-"""Opens datasets that the core does not read through h5py, and checks their chunks.
+"""Opens datasets through h5py that the core does not read, and checks their chunks.
 
-Sample numbers enter, and what reads them (`h5pyrows.py`), which is called with the open dataset.
-HDF5 has one lock for the whole process, so one such read runs at a time, whatever the number of
-threads. A file stays open, with HDF5's shared lock on it, until the reader is closed, or too many
-others were opened after it.
+Sample numbers and a function that reads them (`h5pyrows.py`) enter; it is called with the open
+dataset. HDF5 has one lock for the whole process, so only one of these reads runs at a time,
+whatever the number of threads. A file stays open, with HDF5's shared lock on it, until the reader
+is closed or too many other files were opened after it.
 
-If a chunk decodes short, HDF5 returns whatever its heap held. So the core decodes it first, the
-first time that one of its samples is needed; without the core, its length is checked.
+If a chunk decodes to too few bytes, HDF5 returns whatever its heap held. So the first time that one
+of its samples is needed, the core decodes it first; without the core, its length is checked.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ from h5async.read.rereading import DAMAGED, decoding_error
 from h5async.spelling import name_bytes
 from h5async.system.interruptions import interruption, suppressing
 
-_TRIES = 3  # to read while nobody changes a file
+_TRIES = 3  # to read a file without it changing meanwhile
 _VARIABLES = "HDF5_EXTFILE_PREFIX", "HDF5_VDS_PREFIX"
 _log = logging.getLogger("h5async.read")
-_told: set[str] = set()  # filters whose chunks nothing checks, in this process
+_told: set[str] = set()  # filters whose chunks are not checked; logged once per process
 
 
 class WantedRows(NamedTuple):
-    """Samples of a dataset, int64 (n,), n > 0, of which a region each goes to `rows` of `raw`."""
+    """Samples of a dataset, int64 (n,), n > 0; the `region` of each is read to `rows` of `raw`."""
 
     sample: Int64s
     rows: Int64s
@@ -71,30 +71,30 @@ class WantedRows(NamedTuple):
 class FallbackReader:
     """Reads rows of datasets through h5py. Safe to use from many threads.
 
-    `kept` files stay open while unused. `changes` reads files again that were changed since they
-    were indexed. `core` checks chunks, if there is one. `reads` is the number of reads of one
-    dataset for one batch; `changes_found`, how often a file was found changed.
+    Up to `kept` unused files stay open. `changes` checks files that were changed since they were
+    indexed. `core`, if any, checks chunks. `reads` counts reads of one dataset for one batch;
+    `changes_found` counts how often a file was found changed.
     """
 
     def __init__(self, kept: int, changes: FileChanges, core: Core | None) -> None:
         self._changes = changes
         self._core = core
-        self._lock = threading.Lock()  # one read at a time, as in HDF5
+        self._lock = threading.Lock()  # one read at a time, as HDF5 allows
         self._files = KeptFiles(kept)
-        self._stamps: dict[str, FileStamp] = {}  # of files that hold what was indexed
+        self._stamps: dict[str, FileStamp] = {}  # states that are known to hold what was indexed
         self._variables = _variables()
-        self._with_filters: set[tuple[str, str]] = set()  # datasets whose filters HDF5 was given
-        self._folder = b""  # to which names of external files are relative; b"": it was removed
+        self._with_filters: set[tuple[str, str]] = set()  # datasets whose filters HDF5 has loaded
+        self._folder = b""  # the base of external files' relative names; b"": it was removed
         with suppressing(OSError):
             self._folder = os.fsencode(os.getcwd())
-        # Not asked later: a thread may have to wait for h5py's lock.
+        # Asked now, because later a thread might have to wait for h5py's lock.
         self.cache_nbytes = h5py.h5p.create(h5py.h5p.FILE_ACCESS).get_cache()[2]
         self.reads = self.changes_found = 0
 
     def open(self, layout: DatasetLayout) -> None:
-        """Open the file of a dataset, ahead of its use.
+        """Open the file of a dataset ahead of its use.
 
-        `ReadError` is raised if it cannot be opened, or is not the one that was indexed.
+        `ReadError` is raised if it cannot be opened, or is not the indexed file.
         """
         with self._lock:
             self._file(layout)
@@ -109,14 +109,14 @@ class FallbackReader:
     ) -> None:
         """Read rows of a dataset.
 
-        `work` reads them from the open dataset, and is called again if a file was changed
-        meanwhile. `checks` run before; those of sources, which are checked whole, are removed.
-        `ReadError` is raised if h5py cannot read, a chunk is damaged, or a file has changed; it
-        names file, dataset and samples. If it is known which of the samples are damaged, its
-        `place` says it: int64, counted among them.
+        `work` reads them from the open dataset; it is called again if a file was changed meanwhile.
+        `checks` run before it; those of sources of a virtual dataset, which are checked as a whole,
+        are then removed from the list. `ReadError` is raised if h5py cannot read, a chunk is
+        damaged, or a file has changed; it names file, dataset and samples. Its `place`, int64, has
+        the indices in `wanted.sample` of the damaged samples, if known.
         """
         with scratch.reading(), self._lock:
-            scratch.require_open()  # it may have waited for others
+            scratch.require_open()  # the reader may have been closed while this waited
             for _ in range(_TRIES):
                 try:
                     self._check_files(layout)
@@ -135,7 +135,7 @@ class FallbackReader:
                     raise self._error_of(layout, wanted.sample, where, error) from error
                 if not self._changed_paths(layout):
                     break
-            else:  # it is written to all the time, but may hold what was indexed
+            else:  # it is written to all the time, but may still hold what was indexed
                 self._check_files(layout)
             self.reads += 1
 
@@ -158,7 +158,7 @@ class FallbackReader:
         return found
 
     def checks(self, layout: DatasetLayout) -> list[ChunkCheck]:
-        """Return the checks of the chunks of a dataset, or of its sources."""
+        """Return the checks for the chunks of a dataset, or of its sources."""
         found = (ChunkCheck.of(origin, self._core) for origin in layout.origins())
         return [check for check in found if check is not None]
 
@@ -187,14 +187,14 @@ class FallbackReader:
             checks.remove(check)
 
     def _dataset(self, layout: DatasetLayout) -> h5py.Dataset:
-        """Open a dataset so that HDF5 finds the other files that were permitted, and no others."""
+        """Open a dataset so that HDF5 finds the other files that were permitted, and no more."""
         is_alone = not layout.attached and all(y.file == layout.file for y in layout.origins())
         if not is_alone and not store_of(layout.file).is_local:
-            raise ValueError(f"its values lie in other files, too; it {LOCAL_ONLY}")
+            raise ValueError(f"some of its values are in other files; it {LOCAL_ONLY}")
         file = self._file(layout)
         if (layout.file, layout.path) not in self._with_filters:
             for entry in {entry for y in layout.origins() for entry in y.filters}:
-                is_known_to_hdf5(entry)  # in this process, too
+                is_known_to_hdf5(entry)  # loads the filter in this process
             self._with_filters.add((layout.file, layout.path))
         if (layout.attached or layout.sources) and _variables() != self._variables:
             raise ValueError(
@@ -212,7 +212,7 @@ class FallbackReader:
         except (KeyError, OSError):
             if os.fsencode(os.getcwd()) != self._folder:
                 raise
-            return file[path]  # the program has it open without a prefix, which is the same now
+            return file[path]  # the program has it open without a prefix, which means the same now
 
     # --- files that change ------------------------------------------------------------------------
 
@@ -223,8 +223,8 @@ class FallbackReader:
                 raise replaced(path)
             self.changes_found += 1
             if layout.heaps:
-                raise changed(path, "whether its values still lie where they did is unknown")
-            self._files.discard(path)  # HDF5 trusts its copies in memory
+                raise changed(path, "its values may not be in the same places any more")
+            self._files.discard(path)  # HDF5 would go on using its copies in memory
             self._changes.look_at(path, known, now)
             self._stamps[path] = now
         self._file(layout)
@@ -237,7 +237,7 @@ class FallbackReader:
             file = self._files.find(path) if path == layout.file else None
             known = self._stamps.setdefault(path, indexed)
             if file is not None and (file.swmr_mode or file.id.get_intent() & h5py.h5f.ACC_RDWR):
-                continue  # HDF5 knows what is written: to this file, by this process or by SWMR
+                continue  # HDF5 sees what this process, or a SWMR writer, writes to this file
             try:
                 now = store_of(path).stamp(path) if file is None else file.source.stamp()
             except OSError as error:
@@ -246,7 +246,7 @@ class FallbackReader:
                 continue
             is_only_renamed = file is not None and now.has_content_of(known)
             if is_only_renamed and not lies_at(path, now):
-                self._stamps[path] = now  # what h5py has open is as it was
+                self._stamps[path] = now  # the file that h5py has open is unchanged
             else:
                 found.append((path, known, now))
         return found
@@ -269,7 +269,7 @@ def _variables() -> list[str | None]:
 
 
 def _written(layout: DatasetLayout) -> Int64s:
-    """Return one sample per row of chunks of which any is in the file, if that is known."""
+    """Return one sample per row of chunks, without rows known to have no chunk in the file."""
     axis, chunks = layout.sample_axis, layout.chunks
     if chunks is None or chunks.index is None:
         number = np.arange(layout.grid[axis])
@@ -279,7 +279,7 @@ def _written(layout: DatasetLayout) -> Int64s:
 
 
 class _DamagedChunks(ValueError):
-    """The message is about the first; `numbers`, along the samples' dimension, are all of them."""
+    """Damaged chunks: the message names the first, `numbers` has all, along the samples' axis."""
 
     numbers: list[int]
 
@@ -287,7 +287,7 @@ class _DamagedChunks(ValueError):
 class ChunkCheck:
     """Finds chunks that do not decode to their full length; checks each once.
 
-    `layout` is of a chunked dataset, or a source of it, with filters.
+    `layout` is that of a chunked dataset with filters, or of a source of a virtual dataset.
     """
 
     def __init__(self, layout: DatasetLayout, core: Core | None) -> None:
@@ -295,7 +295,7 @@ class ChunkCheck:
         rank = len(layout.chunk_shape) - layout.extra_dims
         self._shape, self._chunk = layout.shape[:rank], layout.chunk_shape[:rank]
         self._cells: list[Sequence[int]] = [range(n) for n in layout.grid[:rank]]
-        self._checked_cells: set[tuple[int, ...]] = set()  # of rows of which not all are checked
+        self._checked_cells: set[tuple[int, ...]] = set()  # in rows of chunks checked only in part
         self._nbytes = math.prod(self._chunk) * layout.stored_itemsize
         self._filters = layout.hdf5_filters
         self._core = core
@@ -316,7 +316,7 @@ class ChunkCheck:
         return None if left == check._filters[-1] else check
 
     def _cells_within(self, region: Region) -> list[Sequence[int]]:
-        """Return the numbers of the chunks along each dimension that hold a part of the rows."""
+        """Return, by dimension, the numbers of the chunks that overlap a region of the rows."""
         found, shape = list(self._cells), self.layout.shape
         rest = [a for a in range(len(shape)) if a != self.layout.sample_axis]
         for a, part in zip(rest, region or (), strict=False):
@@ -331,7 +331,7 @@ class ChunkCheck:
         region: Region,
         require_open: Callable[[], None],
     ) -> None:
-        """Check the chunks that hold a part of some samples, through the open dataset.
+        """Check the chunks that hold a region of some samples, through the open dataset.
 
         `require_open` is called before each chunk, and raises if the rest is no longer wanted.
         `_DamagedChunks` is raised if any is damaged.
@@ -341,9 +341,9 @@ class ChunkCheck:
         within = self._cells_within(region)
         if not numbers:
             return
-        # Allocated only while chunks are checked: there may be thousands of files with a check.
+        # Allocated only for this call: there may be thousands of files, each with a check.
         scratch = Scratch.allocate(0, self._nbytes, encoded_room(self._nbytes))
-        # Filters that are not available, and that no chunk needed, were left out of the layout.
+        # The layout leaves out unavailable filters that no chunk needs.
         stored = filters_of(dataset.id.get_create_plist())
         bits = [bit for bit, entry in enumerate(stored) if entry in self._filters]
         damage: dict[int, _DamagedChunks] = {}

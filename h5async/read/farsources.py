@@ -1,9 +1,9 @@
-"""Gets bytes of the sources of the core that are no local files.
+"""Fetches byte ranges of *far* sources: those that the core cannot read as local files.
 
-Byte ranges enter; they leave in memory, where the core finds them by a table. Over HTTP they come
-by libcurl, in the core, which costs about 0.6 of the CPU time of the client that stores have
-(scripts/bench_fetch.py). That one stays the client that is right in all cases: whatever is not got
-at the first try, it gets, or it has the error.
+Byte ranges enter; they leave in memory, where the core finds them by a table. Over HTTP, the core
+fetches them with libcurl, which takes about 0.6 times the CPU time of the store's own client
+(scripts/bench_fetch.py). The store's client handles every case: it fetches whatever libcurl did not
+get at the first try, or raises the error.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
 CLOSED = "the reader was closed while a batch was being read"
 Bytes = NDArray[np.uint8]
-Part = tuple[int, Bytes]  # of a source: its place, and its bytes
+Part = tuple[int, Bytes]  # a part of a source: its place, as in `Places`, and its bytes
 
 
 class Held(NamedTuple):
-    """Ranges in memory: the core's table of the parts of sources that have them, and these."""
+    """Byte ranges in memory, the parts of sources that contain them, and the core's table."""
 
     ranges: ByteRanges
     table: NDArray[Any]
@@ -51,18 +51,18 @@ class Held(NamedTuple):
 
 
 class FetchCounts(NamedTuple):
-    """What was done so far, summed over all requests, and over all batches."""
+    """Counts of fetched bytes, requests and times so far, summed over all requests and batches."""
 
     requests: int = 0
     requested_nbytes: int = 0
-    used_nbytes: int = 0  # that batches read, each byte once a batch
-    flight_ns: int = 0  # that requests were on their way
-    waited_ns: int = 0  # between the request for a batch, and the last of its bytes
-    retries: int = 0  # requests that were repeated, as far as the client tells
-    quickest_ns: int = 0  # of any call; 0: there was none
+    used_nbytes: int = 0  # read by batches; each byte counts once per batch
+    flight_ns: int = 0  # total duration of the requests
+    waited_ns: int = 0  # from the request for a batch to the last of its bytes
+    retries: int = 0  # repeated requests, as far as the client tells
+    quickest_ns: int = 0  # the shortest call; 0: there was none
 
     def plus(self, other: FetchCounts, times: int = 1) -> FetchCounts:
-        """Return the sum of all counts, of `other` so often, and the quickest call."""
+        """Return the sum of these counts and `times` those of `other`, and the quickest call."""
         quickest_ns = min(filter(None, (self.quickest_ns, other.quickest_ns)), default=0)
         sums = (mine + times * others for mine, others in zip(self, other, strict=True))
         return FetchCounts(*sums)._replace(quickest_ns=quickest_ns)
@@ -87,14 +87,14 @@ class _Counted(SourceOver):
 
 
 def is_far(file: SourceFile, kept: Kept | None) -> bool:
-    """Tell whether a source is no memory, and no local file whose bytes are not `kept`."""
+    """Tell whether a source is far: not in memory, and either not a local file or `kept`."""
     return file.values is None and (kept is not None or not store_of(file.path).is_local)
 
 
 class FarSources:
     """Sources by their numbers in the core's `table`, opened when first needed. Thread-safe.
 
-    `kept` says where their bytes are kept, if they are.
+    `kept` says where their bytes are kept on disk, if anywhere.
     """
 
     def __init__(
@@ -107,19 +107,19 @@ class FarSources:
         self._core, self._table = core, table
         self._mirrors: dict[int, MappedMirror | None] = {}
         self._kept: dict[int, tuple[Any, ...]] = {}  # what rows of the table point to, by mirror
-        # (What is not far is not fetched.)
+        # (Sources that are not far are never fetched: their sizes do not matter.)
         self.places = Places(np.array([one.stamp.nbytes for one in files], np.int64))
         self.kept = kept
         self._files = files
         self._client = http_client(core)
         self._open: dict[str, Source] = {}
         self._lock = threading.Lock()
-        self._opening: dict[str, threading.Lock] = {}  # one thread opens a source, others wait
+        self._opening: dict[str, threading.Lock] = {}  # one thread opens a source, the others wait
         self._is_closed = False
         self._counts = FetchCounts()
 
     def get(self, number: int, offsets: Sequence[int], lengths: Sequence[int]) -> list[Bytes]:
-        """Return ranges of a source; `ReadError` if they cannot be had, or it was replaced."""
+        """Return ranges of a source; `ReadError` if they cannot be read, or it was replaced."""
         file = self._files[number]
         try:
             source = self._source(file)
@@ -133,7 +133,7 @@ class FarSources:
             self.use_mirror(number, source.mirror)
         arrays = [np.frombuffer(memoryview(one), np.uint8) for one in found]
         if [array.size for array in arrays] != list(lengths):
-            raise ReadError(f"{file.path} cannot be read: its store gave too few bytes")
+            raise ReadError(f"{file.path} cannot be read: its store returned too few bytes")
         return arrays
 
     def count(self, done: FetchCounts) -> None:
@@ -143,7 +143,7 @@ class FarSources:
 
     @property
     def counts(self) -> FetchCounts:
-        """What was done so far."""
+        """The counts so far."""
         with self._lock:
             retries = sum(source.retries for source in self._open.values())
             found = self._counts.plus(FetchCounts(retries=retries))
@@ -154,7 +154,7 @@ class FarSources:
         return str(self._files[number].path)
 
     def at_once(self, number: int) -> int:
-        """Return how many ranges `get` is best given, of a source."""
+        """Return the best number of ranges of a source for one call of `get`."""
         source = self._open.get(self._files[number].path)
         return 1 if source is None else source.at_once
 
@@ -176,7 +176,7 @@ class FarSources:
             source = disk_cache(self.kept).keeping(name, LocalState(path, file.stamp))
         else:
             source = store.open(path, is_patient=True)
-            if source.stamp() != file.stamp == store.stamp(path):  # it was open in another state
+            if source.stamp() != file.stamp == store.stamp(path):  # opened in another state
                 source.close()
                 source = store.open(path, is_patient=True)
         is_it = source.stamp() == file.stamp
@@ -195,7 +195,7 @@ class FarSources:
         return _Counted(source if client is None else client.quicker(source, path), self.count)
 
     def use_mirror(self, number: int, mirror: MappedMirror | None) -> None:
-        """Have the core read what is kept of a source."""
+        """Have the core read a source's kept bytes from a mirror; None: from none."""
         kept = None
         if mirror is not None:
             kept = self._kept.get(id(mirror)) or self._described(number, mirror)
@@ -216,11 +216,11 @@ class FarSources:
             inode=inode,
             nbytes=self._files[number].stamp.nbytes,
         )
-        # (Threads may be using those before, too.)
+        # (Kept until the end: threads may still be using earlier mirrors.)
         return self._kept.setdefault(id(mirror), (mirror, text, found))
 
     def get_here(self, ranges: ByteRanges, held: Held | None = None) -> Held:
-        """Get ranges in the calling thread; some of them may be `held` before."""
+        """Get ranges in the calling thread, except those that are already `held`."""
         begin_ns, before = time.perf_counter_ns(), [] if held is None else held.parts
         begins = np.array([begin for begin, _ in before], np.int64)
         sizes = np.array([array.size for _, array in before], np.int64)
@@ -238,7 +238,7 @@ class FarSources:
         return self.held(ranges, [*before, *zip(wanted.begins.tolist(), arrays, strict=True)])
 
     def held(self, ranges: ByteRanges, parts: Sequence[Part]) -> Held:
-        """Return ranges that lie in parts of sources, each with the place where it begins."""
+        """Return the `Held` of ranges that lie in `parts`."""
         parts = sorted(parts, key=itemgetter(0))
         table = np.zeros(len(parts), self._core.Fetched)
         begins = np.array([begin for begin, _ in parts], np.int64)
@@ -267,16 +267,16 @@ _BLOCK_NBYTES = 1 << 16, 1 << 20, 8 << 20  # of memory; pages that are not touch
 _USUAL_NBYTES = _BLOCK_NBYTES[1]
 _MOST_IDLE_NBYTES = 64 << 20  # of each size
 _MOST_AT_ONCE = 64
-# After so many calls in a row that got nothing, the store gets all ranges for some time.
+# After this many calls in a row that got nothing, the store gets all ranges for some time.
 _MOST_FAILURES, _LEFT_SECONDS = 4, 60.0
 
 
 class HttpClient:
-    """Connections and memory that calls share. Safe to use from many threads."""
+    """Connections and memory shared by calls. Safe to use from many threads."""
 
     def __init__(self, core: Core, curl: Any) -> None:
         self._core = core
-        self._range = np.dtype(core.HttpRange)  # which NumPy takes 30 us to make
+        self._range = np.dtype(core.HttpRange)  # kept: NumPy takes 30 us to make it
         self._curl = curl
         self._ca_file = _ca_file()
         self._loops: deque[tuple[int, int]] = deque()  # a process and its loop
@@ -286,13 +286,13 @@ class HttpClient:
         self._is_closed = False
 
     def quicker(self, source: Source, name: str) -> Source:
-        """Return a source whose ranges come by this client, or the same if it cannot have them."""
+        """Return a source that reads with this client, or the same one if that is impossible."""
         return source if source.web_address() is None else HttpSource(self, source, name)
 
     def get(
         self, at: WebAddress, stamp: FileStamp, ranges: NDArray[Any], stop: ctypes.c_int32
     ) -> int:
-        """Get ranges, with `into` set; return how many were not got."""
+        """Fetch ranges to their `into` addresses; return the number of those that failed."""
         headers = b"".join(line.encode("latin-1") + b"\0" for line in (*at.headers, ""))
         protocols = b"https" if at.url.startswith("https:") else b"http,https"
         texts = [at.url.encode(), headers, at.etag.encode("latin-1")]
@@ -319,8 +319,8 @@ class HttpClient:
     ) -> tuple[NDArray[Any], list[Buffer]]:
         """Return ranges for `get`, and the memory of each.
 
-        Ranges that follow each other share a block. A block is used again once nothing refers to
-        it: the system takes longer to give new memory than to receive as many bytes.
+        Consecutive ranges share a block. A block is reused once nothing refers to it: the system
+        takes longer to provide new memory than to receive as many bytes.
         """
         ranges = np.zeros(len(lengths), self._range)
         ranges["offset"], ranges["nbytes"] = offsets, lengths
@@ -330,7 +330,7 @@ class HttpClient:
         for nbytes in lengths:
             if at + nbytes > block.nbytes:
                 lent, at = self._lend(max(nbytes, min(left, _USUAL_NBYTES))), 0
-                # (A view of the array would not refer to it, but to what it is a view of.)
+                # (A view of the array would refer to the array's base, not to the array itself.)
                 block, start = lent.data, address(lent)
             parts.append(block[at : at + nbytes])
             starts.append(start + at)
@@ -339,14 +339,14 @@ class HttpClient:
         return ranges, parts
 
     def close(self) -> None:
-        """Close connections that no call uses; others follow when it ends. Idempotent."""
+        """Close idle connections; those in use are closed when their calls end. Idempotent."""
         self._is_closed = True
         for blocks in self._blocks.values():
             blocks.clear()
         with suppressing(IndexError):
             while True:
                 pid, loop = self._loops.pop()
-                if pid == os.getpid():  # else it would end connections of the parent
+                if pid == os.getpid():  # in a forked child, this would end the parent's connections
                     self._core.free_http(loop)
 
     @contextlib.contextmanager
@@ -366,7 +366,7 @@ class HttpClient:
                 self.close()
 
     def _lend(self, nbytes: int) -> Bytes:
-        """Return memory that comes back when nothing refers to it any more."""
+        """Return memory that is returned to the pool when nothing refers to it any more."""
         size = next((size for size in _BLOCK_NBYTES if nbytes <= size), None)
         if size is None:
             return np.empty(nbytes, np.uint8)
@@ -380,7 +380,7 @@ class HttpClient:
 
 
 class HttpSource(SourceOver):
-    """A source whose ranges come by libcurl; all else is the store's."""
+    """A source that fetches ranges with libcurl, and uses the store for everything else."""
 
     def __init__(self, client: HttpClient, source: Source, name: str) -> None:
         super().__init__(source)
@@ -389,12 +389,12 @@ class HttpSource(SourceOver):
         self._name = name
         self._stop = ctypes.c_int32(0)
         self._failures = 0
-        self._left_until = 0.0  # the store gets all ranges
+        self._left_until = 0.0  # until then, the store gets all ranges
 
     def get_ranges(self, offsets: Sequence[int], lengths: Sequence[int]) -> Sequence[Buffer]:
-        """Return ranges; see `Source.get_ranges`. Those that libcurl cannot get, the store does."""
+        """Return ranges; see `Source.get_ranges`. The store gets those that libcurl cannot get."""
         at = None
-        # In the main thread signal handlers could not run meanwhile.
+        # In the main thread, the call would keep signal handlers from running.
         if threading.current_thread() is not threading.main_thread() and min(lengths, default=0):
             at = self.source.web_address()
         if at is None or time.monotonic() < self._left_until:
@@ -415,13 +415,13 @@ class HttpSource(SourceOver):
         return [others.get(i, part) for i, part in enumerate(parts)]
 
     def close(self) -> None:
-        """Close it, and end calls that wait for bytes. Idempotent."""
+        """Close the source, and end calls that wait for bytes. Idempotent."""
         self._stop.value = 1
         super().close()
 
 
 def http_client(core: Core) -> HttpClient | None:
-    """Return a client of its own for sources of a reader; None without libcurl."""
+    """Return a new client for the sources of one reader; None without libcurl."""
     curl = _curl(core)
     return None if curl is None else HttpClient(core, curl)
 
@@ -436,7 +436,7 @@ def _curl(core: Core) -> Any | None:
 
 
 def _ca_file() -> bytes:
-    """Return the file of certificates that are trusted; "": libcurl's own."""
+    """Return the path of the trusted certificates; empty: those of libcurl."""
     chosen = os.environ.get("SSL_CERT_FILE") or ssl.get_default_verify_paths().cafile
     if chosen is None:
         with suppressing(ImportError):

@@ -1,7 +1,7 @@
 """Reads a field's rows of a batch through h5py, from any number of datasets.
 
-Rows of the field enter; they leave in the memory of a slot. If they lie in several datasets, these
-are read one after the other. Elements of variable length come as objects.
+Row numbers of the field enter; the rows leave in the memory of a slot. If they lie in several
+datasets, these are read one after the other. h5py returns variable-length elements as objects.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from h5async.plan.records import Int64s, SamplesPlan
 from h5async.read.coretables import Scratch
 from h5async.read.fallback import ChunkCheck, FallbackReader, WantedRows
 
-_SCRATCH_NBYTES = 1 << 20  # rows that are read at once if only pieces of them are wanted
-_OBJECTS = 4096  # elements of variable length that are in memory at a time
+_SCRATCH_NBYTES = 1 << 20  # of rows read at once, if only pieces of them are wanted
+_OBJECTS = 4096  # variable-length elements in memory at a time
 _SPAN_NBYTES = 4 << 20  # may be read for samples of one chunk, even if few bytes are wanted
 _NEIGHBOURS = 4  # chunks that concurrent batches may share, in any order
 
@@ -34,7 +34,7 @@ _NEIGHBOURS = 4  # chunks that concurrent batches may share, in any order
 class H5pyRows:
     """Reads rows of one field through h5py. Safe to use from many threads.
 
-    `reader` has the open files, and is closed by its owner.
+    `reader` has the open files; its owner closes it.
     """
 
     def __init__(self, layout: DatasetLayout, reader: FallbackReader) -> None:
@@ -43,16 +43,16 @@ class H5pyRows:
         self._datasets: dict[int, DatasetRows] = {}  # by the identity of their layouts
 
     def execute(self, plan: SamplesPlan, raw: NDArray[Any], scratch: Scratch) -> None:
-        """Read the rows of a plan to `raw`, (batch, *raw_row); raises as `FallbackReader.read`.
+        """Read the rows of a plan to `raw`, (batch, *raw_row); raises like `FallbackReader.read`.
 
-        The `place` of a `DamagedError` has the rows of `raw`, if they are known.
+        The `place` of a `DamagedError` has the damaged rows of `raw`, if known.
         """
         layout, sample, rows = self._layout, plan.sample, plan.rows
         if plan.places is not None:
             self._read_parts(plan, plan.places, raw, scratch)
         elif layout.heaps:
             self._read_elements(sample, rows, raw, scratch)
-        elif layout.segments is None or layout.member:  # h5py itself takes a member of a compound
+        elif layout.segments is None or layout.member:  # h5py itself reads a compound's member
             self._read(layout, WantedRows(sample, rows, raw), rows, scratch)
         else:
             self._read_segments(sample, rows, raw, scratch)
@@ -60,13 +60,13 @@ class H5pyRows:
     def _read(
         self, layout: DatasetLayout, wanted: WantedRows, places: Int64s, scratch: Scratch
     ) -> None:
-        """Read rows to some memory, from which they go to `places` of a batch."""
+        """Read rows to `wanted.raw`; `places` are their rows in the batch, for errors."""
         if layout.values is not None:
             values = np.moveaxis(layout.values, layout.sample_axis, 0).view(layout.raw_dtype)
             of_region = values[(slice(None), *(wanted.region or ()))]
             wanted.raw[wanted.rows] = of_region[wanted.sample]
             return
-        if id(layout) not in self._datasets:  # if two threads make one at once, one is lost
+        if id(layout) not in self._datasets:  # if two threads make one at once, one is discarded
             self._datasets.setdefault(id(layout), DatasetRows(layout, self._reader))
         try:
             self._datasets[id(layout)].read(wanted, scratch)
@@ -108,7 +108,7 @@ class H5pyRows:
     def _read_parts(
         self, plan: SamplesPlan, places: Int64s, raw: NDArray[Any], scratch: Scratch
     ) -> None:
-        """Read a part of each row, at places of its own."""
+        """Read a part of each row, at a separate place for each."""
         layout = self._layout
         segments, datasets = table_of(layout)
         for sample, row, place in zip(plan.sample, plan.rows.tolist(), places, strict=True):
@@ -129,7 +129,7 @@ class H5pyRows:
                 here[...] = found.reshape(here.shape)
             raw[row] = part[tuple(slice(None, None, -1 if n < 0 else 1) for n in place)]
 
-    # --- elements of variable length --------------------------------------------------------------
+    # --- variable-length elements -----------------------------------------------------------------
 
     def _read_elements(
         self, sample: Int64s, places: Int64s, raw: NDArray[Any], scratch: Scratch
@@ -149,7 +149,7 @@ class H5pyRows:
 
 
 def needs_scratch(layout: DatasetLayout, source: DatasetLayout) -> bool:
-    """Return whether rows of a dataset may have to be changed to become rows of the whole."""
+    """Return whether a source's rows may need conversion to become rows of the whole dataset."""
     segments, _ = table_of(layout)
     is_member = any(piece.member is not None for piece in segments.pieces)
     is_other = source.raw_dtype != layout.raw_dtype and not is_member
@@ -157,7 +157,7 @@ def needs_scratch(layout: DatasetLayout, source: DatasetLayout) -> bool:
 
 
 def scratch_rows(source: DatasetLayout) -> int:
-    """Return the number of rows of a dataset that are read to a scratch buffer at once."""
+    """Return the number of a dataset's rows that are read to a scratch buffer at once."""
     return max(1, _SCRATCH_NBYTES // max(1, source.row_nbytes))
 
 
@@ -176,7 +176,7 @@ def _copy_elements(heap: HeapFile, wanted: WantedRows, dataset: h5py.Dataset) ->
             if elements.form.is_text:
                 why = "the string has a NUL byte, where HDF5 would end it"
             raise DamagedError(f"{elements.where}, element {number}: {why}{DAMAGED}")
-        # For numbers in the other byte order, h5py returns the bytes labelled as native.
+        # For the other byte order, h5py returns the bytes as stored, but labelled as native.
         values = np.frombuffer(found.tobytes(), raw.dtype)
         raw[place : place + count] = values.reshape(count, *raw.shape[1:])
 
@@ -193,12 +193,12 @@ class DatasetRows:
         self._reader = reader
         self._changes_found = -1
         self._checks: list[ChunkCheck] = []
-        # Rows of chunks along the samples that HDF5 may still have decoded, the latest last.
+        # Numbers, along the samples, of chunks that HDF5 may have cached, the latest last.
         self._recent: dict[int, None] = {}
         self._counting = threading.Lock()
 
     def read(self, wanted: WantedRows, scratch: Scratch) -> None:
-        """Read a region of samples to rows of a batch; raises as `FallbackReader.read`.
+        """Read a region of samples to rows of a batch; raises like `FallbackReader.read`.
 
         `raw` is (batch, *region), of the dataset's dtype (bool as uint8).
         """
@@ -218,7 +218,7 @@ class DatasetRows:
     def _read(self, wanted: WantedRows, scratch: Scratch) -> None:
         if not wanted.sample.size:
             return
-        if self._changes_found != self._reader.changes_found:  # or nothing was checked yet
+        if self._changes_found != self._reader.changes_found:  # or this is the first call
             self._changes_found = self._reader.changes_found
             self._checks = self._reader.checks(self._layout)
         work = partial(_copy, self._layout, scratch.require_open)
@@ -226,7 +226,7 @@ class DatasetRows:
         scratch.counts.h5py_decoded_nbytes += self._decoded_nbytes(wanted.sample)
 
     def _decoded_nbytes(self, sample: Int64s) -> int:
-        """Return the bytes that HDF5 has decoded for some samples: whole chunks, some cached."""
+        """Estimate the bytes that HDF5 decoded for samples: whole chunks, except cached ones."""
         layout, axis = self._layout, self._layout.sample_axis
         if not (layout.filters and layout.chunk_shape and sample.size):
             return 0
@@ -244,7 +244,7 @@ class DatasetRows:
 
 
 def _as_stored(layout: DatasetLayout) -> DatasetLayout:
-    """Return the stored layout of a dataset that is read as one sample (`with_one_sample`)."""
+    """Undo `with_one_sample`, for a dataset that is read as one sample; else return `layout`."""
     known = layout.indexed
     if known is None or not known.shape:
         return layout
@@ -268,7 +268,7 @@ def _copy(
     sample, rows, raw, region = wanted
     values = dataset.fields(layout.member[0]) if layout.member else dataset
     is_merged = layout.sequences is not None and dataset.shape[:1] != layout.shape[:1]
-    # h5py selects along the dimensions of the dataset, and NumPy along those of an array type.
+    # h5py selects along the dataset's dimensions, NumPy along those of an array type.
     axis, part = layout.sample_axis, region or ()
     before, rank = part[:axis] or (slice(None),) * axis, len(dataset.shape) - 1 - is_merged
     behind, inside = part[axis:rank], part[rank:]
@@ -302,10 +302,10 @@ def span_nbytes(layout: DatasetLayout, rows: int) -> int:
 
 
 def _spans(layout: DatasetLayout, sample: Int64s) -> Iterator[tuple[int, int, Int64s]]:
-    """Yield (first sample, end, which samples): the samples that one h5py call should read.
+    """Yield, for each h5py call, the first sample, the end, and the indices of its samples.
 
-    Neighbouring samples are read together, and samples of one chunk, unless far more would be read
-    than is wanted: HDF5 does not cache a decoded chunk that is larger than its cache.
+    Neighbouring samples are read together. So are samples of one chunk, unless far more would be
+    read than is wanted, because HDF5 does not cache a decoded chunk larger than its cache.
     """
     order = np.argsort(sample, kind="stable")
     ordered = sample[order]

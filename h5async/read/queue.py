@@ -1,11 +1,11 @@
-"""The core's queue: batches that are read without Python, and threads that wait for them.
+"""The core's queue of batches to read without Python, and the threads that serve it.
 
-Sample numbers, or what they are computed from, enter in the consumer's thread; rows leave in the
-memory of slots, with the numbers. Python's threads wait and work in one call of the core, without
-the GIL, and return only for work that needs Python.
+The consumer's thread submits sample numbers, or the parameters that they are computed from; rows
+leave in the memory of slots, along with the sample numbers. Python's threads wait and work inside
+one call of the core, without the GIL, and return only for work that needs Python.
 
-Of batches that are alike, the consumer submits and takes each in one call of the core, to which the
-state of the ring of slots is lent meanwhile (`Turns`, core/src/turns.c).
+In a run of batches that are alike, the consumer submits and takes each batch in a single call of
+the core, which borrows the state of the slot ring for the run (`Turns`, core/src/turns.c).
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ Int64s = NDArray[np.int64]
 Uint64s = NDArray[np.uint64]
 BatchNumbers = tuple[int, int, Uint64s | None, Int64s | None, Uint64s | None]  # see `submit`
 
-# Results of `BatchQueue.next` and `BatchQueue.do_oldest` that are not a slot.
+# Results of `BatchQueue.next` and `BatchQueue.do_oldest` other than a slot.
 END, TICKET, NOTHING, READY = -1, -2, -3, -4
-_ALONE = 1  # result of `submit`: no batch that was dropped is under way
+_ALONE = 1  # result of `submit`: no dropped batch of the slot is still being read
 MAX_WAITS, MAX_GIVEN, MAX_ENDS, MAX_STREAMS = 4096, 16, 257, 2  # as in core/src/turns.c
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class SlotBatch:
-    """The core's plan of a slot's batch, used again for each batch, and where its rows go.
+    """A slot's plan in the core, reused for each of its batches, and the memory for their rows.
 
-    By field, `targets` are the slot's memory: `rows` rows of the `arrays` that they point to. What
-    was fetched of far sources is `held` until the rows are read. `fields` are the core's; None:
-    those of the tables. `offsets` are where the samples of a batch begin, (rows + 1,), by the first
-    column that has them.
+    `targets` describes the slot's memory by field, with room for `rows` rows; it points into
+    `arrays`. `held` keeps the bytes fetched from far sources until the rows are read. `fields` are
+    the core's; None: those of the tables. `offsets` has, for the first column of each ragged field,
+    where the samples of a batch begin, (rows + 1,).
     """
 
     plan: Any
@@ -56,9 +56,9 @@ class SlotBatch:
 
 
 class Reading(NamedTuple):
-    """What one thread reads samples with at once: a plan, its targets, a worker, and their owners.
+    """The addresses of a plan, its targets and a worker, and their owners.
 
-    The first ones are addresses. See core/src/given.c.
+    One thread at a time uses them to read samples immediately; see core/src/given.c.
     """
 
     plan: int
@@ -69,10 +69,10 @@ class Reading(NamedTuple):
 
 
 class KeptSamples(NamedTuple):
-    """The samples whose rows are kept in memory, of which `tables` are; None: a GPU has them.
+    """Samples whose rows are kept in memory, which `tables` describes; None: on a GPU.
 
-    Sample i there is that at position i of `ascending`. `stamps` and `state` say which of them are
-    there, as in `Residency`. Unless the core `reads_files`, Python reads batches of others.
+    Sample i in memory is at position i of `ascending`. `stamps` and `state` say which samples are
+    present, as in `Residency`. Unless `reads_files`, batches with other samples are left to Python.
     """
 
     tables: CoreTables | None
@@ -82,7 +82,7 @@ class KeptSamples(NamedTuple):
     reads_files: bool
 
     def struct(self, core: Core) -> Any:
-        """Return it as the core takes it, which this has to outlive."""
+        """Return the core's structure, which refers to the arrays of this object."""
         ascending = self.ascending
         return core.KeptSamples(
             fields=None if self.tables is None else self.tables.fields,
@@ -99,14 +99,14 @@ class KeptSamples(NamedTuple):
 class BatchQueue:
     """Batches to be read, at most one per slot. Safe to use from many threads.
 
-    Its memory lasts as long as this object, and so as long as any call. `tables` are closed by
-    their owner after the last call of `next`, which `num_threads` threads will call. `batches` are
-    by slot; `workers` is the core's list of those that work for the reader; `selection` maps
-    positions to sample numbers, and `drawn` is the alias table from which positions are drawn, if
-    they are. `kept` are samples whose rows are kept in memory, if they are: batches that have no
-    others are read there, and those of others added. With `uploads`, by `Device.uploads`, batches
-    are uploaded when they are filled, if Python has to do nothing of them. Without tables, `next`
-    returns with each batch at once, and `finish` says that another process has filled it.
+    The core's memory lives as long as this object, and so as long as any call. `tables` are closed
+    by their owner after the last call of `next`; `num_threads` threads call it. `batches` has one
+    entry per slot; `workers` is the core's list of the reader's workers; `selection` maps positions
+    to sample numbers, and `drawn` is the alias table for drawing positions, if they are drawn.
+    `kept` describes rows kept in memory, if any: batches that consist only of kept samples are read
+    from there, and the rows of other batches are added. With `uploads`, from `Device.uploads`,
+    batches are uploaded when filled, unless Python has work to do on them. Without tables, `next`
+    returns with each batch immediately, and `finish` reports that another process has filled it.
     """
 
     def __init__(
@@ -156,23 +156,23 @@ class BatchQueue:
         self.struct = self._queue = ctypes.pointer(self._struct)
         self.num_slots = len(batches)
         core.open_queue(self._queue)
-        # Never block: wake the waiting thread; have one thread return from `next`, or all of them
-        # for good; and forget all batches, if no thread is at work on any.
+        # None of them blocks. They wake the waiting consumer; make one thread return from `next`;
+        # make all threads return for good; forget all batches, when no thread works on any.
         names = "wake", "put_ticket", "end_queue", "forget_jobs"
         self.wake, self.put_ticket, self.end, self.forget = (
             partial(getattr(core, name), self._queue) for name in names
         )
         self._samples: list[Int64s] = []  # by slot
-        # By slot: the mappings that the core may use, and so what they refer to.
+        # By slot: the mappings that the core may be using; they keep what they refer to alive.
         self._mappings: list[list[Uint64s | None]] = [[] for _ in batches]
         self._mapping: Uint64s | None = None
         self._draw: Uint64s | None = None
         self._draw_at: int | None = None
-        self._mapping_at: int | None = None  # its address, which is slow to get from NumPy
+        self._mapping_at: int | None = None  # cached: NumPy is slow to return an address
         for job, batch in zip(self._jobs, batches, strict=True):
             for target in batch.targets:
                 target.is_wanted = True
-            # The batch's, those of the next one, and where the batch's are kept.
+            # Sample numbers of the batch and of the next one, and the batch's places in `kept`.
             samples = np.empty(3 * batch.rows, np.int64)
             job.plan, job.targets = ctypes.pointer(batch.plan), batch.targets
             job.samples, job.rows = address(samples), batch.rows
@@ -194,13 +194,13 @@ class BatchQueue:
     ) -> None:
         """Have a batch read. Never blocks; submitting it again has no effect.
 
-        The slot's last batch is ready, or was dropped. `numbers` are `begin`, `count`, `mapping`,
-        `samples` and `draw`: the samples are those at `count` positions of the selection from
-        `begin` on, at most the rows of the slot; `mapping`, from `Sampling.run_at`, maps the
-        positions first, if given. Or they are `samples`, int64 (count,), C-contiguous. For `draw`
-        see `Collection.plan`. If it `needs_python`, a thread
-        returns from `next` with it when its rows are read. `is_own`: the consumer will call
-        `Turns.fill_own`, so that no thread is woken for it if it is cheap.
+        The slot's previous batch must be ready or dropped. `numbers` are `begin`, `count`,
+        `mapping`, `samples` and `draw`: the batch has the samples at `count` positions of the
+        selection from `begin` on, at most the rows of the slot, after `mapping`, from
+        `Sampling.run_at`, if given, has mapped the positions; or it has `samples`, int64 (count,),
+        C-contiguous. For `draw` see `Collection.plan`. If it `needs_python`, a thread returns from
+        `next` with it once its rows are read. `is_own`: the consumer will call `Turns.fill_own`, so
+        no thread is woken for a cheap batch.
         """
         begin, count, mapping, samples, draw = numbers
         samples_of_slots = self._samples  # another thread may close the queue meanwhile
@@ -233,23 +233,22 @@ class BatchQueue:
             mappings.append(mapping)
 
     def drop(self, slot: int, serial: int) -> bool:
-        """Say that a batch is no longer wanted. Never blocks; extra calls are harmless.
+        """Drop a batch that is no longer wanted. Never blocks; extra calls are harmless.
 
-        Returns whether another one may be submitted for the slot; it is read once work under way on
-        this one has ended. False if a thread has returned from `next` with this one.
+        Returns whether another batch may be submitted for the slot; it is read when work under way
+        on the dropped one has ended. False if a thread has returned from `next` with the batch.
         """
         return bool(self._core.drop(self._queue, slot, serial))
 
     def ready(self, slot: int, serial: int, count: int) -> Int64s | None:
-        """Return the sample numbers of a batch whose rows are all there.
+        """Return the sample numbers of a batch that is ready: int64 (count,), a new array.
 
-        They are int64 (count,), a new array; None while it is read, or something is left to Python,
-        and once the slot was given another batch.
+        None until then, also if work is left for Python, and once the slot has another batch.
         """
         samples = self._samples  # empty if the reader was closed meanwhile
         at = self._core.samples_at(self._queue, slot, serial)
         found = None if at < 0 or not samples else samples[slot][at : at + count].copy()
-        # Another thread may have given it one meanwhile.
+        # Another thread may have submitted the slot's next batch during the copy.
         return None if self._core.samples_at(self._queue, slot, serial) < 0 else found
 
     def events(self) -> int:
@@ -257,7 +256,7 @@ class BatchQueue:
         return int(self._core.events(self._queue))
 
     def wait(self, seen: int, seconds: float | None) -> bool:
-        """Wait until `events` differs from `seen`, a signal comes, or time is over.
+        """Wait until `events` differs from `seen`, a signal arrives, or the time is up.
 
         Returns whether `events` differs.
         """
@@ -271,7 +270,7 @@ class BatchQueue:
     def next(self, scratch: Scratch) -> int:
         """Read batches until there is work for Python.
 
-        Returns `END`, `TICKET`, or the slot of a batch with work left.
+        Returns `END`, `TICKET`, or the slot of a batch with work left for Python.
         """
         worker = scratch.worker(self._core)
         found = int(self._core.next(self._queue, ctypes.byref(worker.struct), True))
@@ -280,9 +279,9 @@ class BatchQueue:
         return found
 
     def do_oldest(self, scratch: Scratch) -> int:
-        """Read the oldest batch of which some work is not begun by any thread.
+        """Work on the oldest batch that has work no thread has begun.
 
-        Returns `NOTHING` if there is none, `READY`, `END`, or the slot of a batch with work left.
+        Returns `NOTHING` if there is none, `READY`, `END`, or a slot with work left for Python.
         """
         worker = scratch.worker(self._core)
         return int(self._core.next(self._queue, ctypes.byref(worker.struct), False))
@@ -293,15 +292,15 @@ class BatchQueue:
         return self._samples[slot][at : at + count].copy()
 
     def serial(self, slot: int) -> int:
-        """Return the serial of the batch of a slot that `next` returned."""
+        """Return the serial of the batch in a slot that `next` returned."""
         return int(self._core.serial_at(self._queue, slot))
 
     def is_dropping(self) -> bool:
-        """Tell whether a batch that was dropped may still use its mapping."""
+        """Tell whether a dropped batch may still be using its mapping."""
         return bool(self._core.is_dropping(self._queue))
 
     def finish(self, slot: int, serial: int, *, is_ready: bool) -> None:
-        """Say that a batch that `next` returned is ready, or that Python has to do the rest."""
+        """Mark a batch that `next` returned as ready, or as left for Python to finish."""
         self._core.finish(self._queue, slot, serial, is_ready)
 
     def is_planned(self, slot: int) -> bool:
@@ -309,21 +308,21 @@ class BatchQueue:
         return bool(self._jobs[slot].is_planned)
 
     def is_kept(self, slot: int) -> bool:
-        """Tell whether it was planned to be read of memory."""
+        """Tell whether the batch was planned to be read from rows kept in memory."""
         return bool(self._jobs[slot].is_kept)
 
     def generation(self, slot: int) -> int:
-        """Return the generation of what is kept when it was planned."""
+        """Return the generation of the kept rows (see `Residency`) when the batch was planned."""
         return int(self._jobs[slot].generation)
 
     # --- the pool's calls -------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Release the memory of slots, and tables; no thread will ask for work any more."""
+        """Release the memory of slots, and tables. Threads must not ask for work any more."""
         self._keep, self._samples, self.offsets = (), [], []
 
     def note_workers(self, count: int) -> None:
-        """Note that a thread came or left, and how many there are; one at a time calls this."""
+        """Note that a thread came or left, leaving `count`. Not to be called concurrently."""
         self._struct.num_inside = count
         self._struct.num_changes += 1
 
@@ -332,11 +331,11 @@ class BatchQueue:
 
 
 class Numbers(NamedTuple):
-    """The samples of batches of an epoch, up to the one with the serial `stop`.
+    """The samples of an epoch's batches, up to serial `stop` (exclusive).
 
-    Those of the first batch are at positions of the selection from `begin` on; the last one has
-    `last_size`, from `last_skip` behind those of the first on. `mapping` and `draw` are as for
-    `BatchQueue.submit`. Or they lie in `samples` at such a distance.
+    The first batch begins at position `begin` of the selection, the last one `last_skip` positions
+    after it, with `last_size` samples. `mapping` and `draw` are as for `BatchQueue.submit`. If
+    `samples` is given, batches lie in it at the same distances.
     """
 
     stop: int
@@ -349,13 +348,13 @@ class Numbers(NamedTuple):
 
 
 class RunEpochs:
-    """The batches of a run, of some epochs: from `first` to `stop`, of `size` samples.
+    """The batches of a run: `first` to `stop`, of `size` samples, over one or more epochs.
 
-    They are counted by the serials they would have if no samples were given after the run began.
+    They are numbered by the serials they would have if no samples were given after the run began.
 
-    The samples of a batch are `stride` positions behind those of the one before. The first epoch
-    ends before `epoch_end`, and others have `epoch_batches`; after the last one of `epochs`, `more`
-    are as that one. The last epoch may be incomplete.
+    Each batch begins `stride` positions after the one before. The first epoch ends before
+    `epoch_end`, and the others have `epoch_batches` batches; `more` epochs like the last of
+    `epochs` follow it. The last epoch may be incomplete.
     """
 
     def __init__(
@@ -370,16 +369,16 @@ class RunEpochs:
         self.size, self.stride = sampling.batch_size, sampling.step_samples
         self.mappings = [one.mapping for one in epochs]
         self._keep = epochs
-        # Of RunEpoch in core/src/turns.c.
+        # Rows are `RunEpoch` structures of core/src/turns.c.
         self.table = np.array([(*one[1:4], *_addresses(one)) for one in epochs], np.int64)
         self.stop = epochs[-1].stop + more * self.epoch_batches
 
     def end_of(self, epoch: int) -> int:
-        """Return the serial behind those of an epoch, counted from the first one of the run."""
+        """Return the serial after the last of an epoch, which counts from the first of the run."""
         return self.epoch_end + epoch * self.epoch_batches
 
     def epoch_beginning(self, serial: int) -> int | None:
-        """Return which epoch of the run, but the first, begins with a batch; None if none does."""
+        """Return the epoch of the run, after the first, that begins at `serial`; else None."""
         number, rest = divmod(serial - self.epoch_end, self.epoch_batches)
         return None if number < 0 or rest else number + 1
 
@@ -390,7 +389,7 @@ def _addresses(one: Numbers) -> Iterator[int]:
 
 
 def _given_of(struct: Any, arrays: Sequence[Any]) -> tuple[int, dict[int, Int64s]]:
-    """Return how many batches of given samples are done with, and the others, by serial."""
+    """Return the number of finished batches of given samples, and the others' samples by serial."""
     begin, of = struct.given_begin, struct.given
     if struct.held >= 0 and of[3 * ((begin - 1) % MAX_GIVEN)] == struct.held:
         begin -= 1
@@ -399,9 +398,9 @@ def _given_of(struct: Any, arrays: Sequence[Any]) -> tuple[int, dict[int, Int64s
 
 
 class Taken(NamedTuple):
-    """Batches that were taken in the core, their samples, the waits for them, and when that was.
+    """Counts of batches taken in the core, of their samples and the waits for them, and a time.
 
-    The time is the end of the last wait, or the begin of the next one, by the core's clock.
+    `at_ns` is the end of the last wait, or the beginning of the next one, by the core's clock.
     """
 
     batches: int = 0
@@ -409,13 +408,13 @@ class Taken(NamedTuple):
     waits: int = 0
     wait_ns: int = 0
     at_ns: int = 0
-    num_rows: Sequence[int] = ()  # by column, of ragged ones
+    num_rows: Sequence[int] = ()  # of ragged fields, by column
 
 
 class TakenEpoch(NamedTuple):
-    """What was taken before and at the end of an epoch, and what workers had done then.
+    """The counts before and at the end of an epoch, and the workers' counts at its end.
 
-    It is `epoch`, of so many `batches`.
+    `epoch` is its number, and `batches` its number of batches.
     """
 
     begin: Taken
@@ -426,50 +425,55 @@ class TakenEpoch(NamedTuple):
 
 
 class Run(Protocol):
-    """Batches that are alike, of some epochs, from a number of the first one on."""
+    """Batches that are alike, over one or more epochs, from batch `number` of `epoch` on."""
 
     epoch: int
     number: int
 
     @property
     def epochs(self) -> RunEpochs:
-        """Which samples they have."""
+        """The samples of the batches."""
 
     def course_after(self, gone: int, given: dict[int, Int64s]) -> Any:
-        """Return the course once `gone` batches of given samples are done with, with others."""
+        """Return the course after `gone` batches of given samples, with `given` still to come."""
 
     @property
     def views(self) -> tuple[tuple[str, ...] | None, tuple[tuple[Any, ...], ...], slice]:
-        """Names of fields, of what each is made by slot (`FieldKind.views`), and the whole part.
+        """Names of fields, their `FieldKind.views` by slot, and the slice for whole batches.
 
-        Without names, Python makes it.
+        Names are None if Python has to make the arrays.
         """
 
 
 class Turns:
-    """The consumer's turns in the core.
+    """The consumer's turns in the core: each hands one batch back and takes the next.
 
-    `batch` is the type of batches: one is made without a call of its `__init__`, and has its
-    members `_made` set to views, or None if fields are ragged or Python makes it; `_later` to its
-    run, slot, serial and number in the run, or -1; and `size`; of given samples, `index`, too.
-    `scratch` is the consumer's; samples below `num_samples` may be given, for which `draw` is as in
-    `BatchQueue.submit`; `is_alone`: no other thread fills batches; `is_ragged`: some fields are.
+    The core makes batches of type `batch` without calling `__init__`. It sets `_made` to views, or
+    to None if fields are ragged or Python makes them; `_later` to the run, slot, serial, and number
+    in the run (-1 for given samples); `size`; and `index` for given samples. `scratch` is the
+    consumer's. Given samples are below `num_samples`, and `draw` is for them, as in
+    `BatchQueue.submit`. `is_alone`: no other thread fills batches; `is_ragged`: some fields are.
 
-    `take` takes a list, to which it appends the next batch, and returns whether it did: if not, or
-    if anything is not lent, the ring goes on. Given a second argument, it hardly waits; where
-    batches are uploaded, that says whether it waits, and the caller's streams follow. `put_back`
-    undoes it, and returns whether it did. `ask` requests a batch; it returns 0 if it did not, and 2
-    if that is the last of its epoch. `give` requests one of samples in a new array, and returns
-    whether it did: not if that has anything but int64 below `num_samples`. `fill_own` fills a
-    batch, by its serial, that was submitted as the consumer's own, if it is cheap and the state is
-    not lent. `on_epoch` is called when the last batch of one was taken, if it had many waits, or
-    Python may have counted something meanwhile: it has to count the end in `num_ends`. Other ends
-    are counted without it. `read` returns a batch that lasts of such samples, read in the calling
-    thread, any one; False if it could not. `deliver` returns the views of the batch with a serial
-    and size; None if that is not in use, or Python makes them.
+    These functions return whether they succeeded. If not, also because the state is not lent, the
+    slot ring takes over.
 
-    While the state is lent, `next_in_run` of `struct` is which batch of the run is next, or below
-    all: one that is given.
+    - `take` appends the next batch to a list. With a second argument, it hardly waits. Where
+      batches are uploaded, that argument says whether it waits, and the caller's streams follow.
+    - `put_back` undoes `take`.
+    - `ask` requests a batch; it returns 2 if that is the last of its epoch.
+    - `give` requests a batch of samples, a new array; fails unless these are int64 below
+      `num_samples`.
+    - `fill_own` fills a batch, by serial, that was submitted as the consumer's own, if it is cheap
+      and the state is not lent.
+    - `read` returns a lasting batch of samples as for `give`, read in the calling thread, which may
+      be any; False if it fails.
+    - `deliver` returns the views of the batch with a serial and size; None if that is not in use,
+      or Python makes them.
+
+    `on_epoch` is called after the last batch of an epoch was taken, if the epoch had many waits, or
+    Python may have counted something meanwhile. It must count the end in `num_ends`; the core
+    counts other ends itself. While the state is lent, `next_in_run` of `struct` is the number in
+    the run of the next batch, or negative if its samples are given.
     """
 
     def __init__(
@@ -499,18 +503,18 @@ class Turns:
         self._slots = np.zeros(queue.num_slots, np.int64)
         self._waits_ns = np.zeros(MAX_WAITS, np.int64)
         self._ends = (core.EpochEnd * MAX_ENDS)()
-        # By column: rows of all batches taken by `take`, if it is ragged, and before an epoch; then
-        # the same of each of `_ends`.
+        # By column: the rows of all taken batches, if it is ragged, now and before the epoch; then
+        # the same for each of `_ends`.
         fields, most = queue.struct.contents.num_fields, 1 + MAX_ENDS if is_ragged else 1
         self._num_rows = np.zeros((most, 2, fields), np.int64)
-        self._seen = 0  # of the waits
+        self._seen = 0  # waits that `new_waits` has returned
         self._on_left: Callable[[], object] | None = None
         self._given: list[Any] = [None] * MAX_GIVEN  # arrays of sample numbers
         self._keep = batch, "_made", "_later", "size", "index", self._given
         self._queue, self._scratch = queue, [scratch]
-        # Those that the core may use, with the serial behind those of batches that do.
+        # Mappings that the core may be using, each with the serial after its last batch.
         self._mappings: list[tuple[int, Sequence[Any]]] = []
-        self.run: Any = None  # that is lent to the core
+        self.run: Any = None  # the one lent to the core
         struct = self.struct
         struct.queue, struct.worker = queue.struct, ctypes.pointer(scratch.worker(core).struct)
         struct.num_slots, struct.slot_of = queue.num_slots, address(self._slots)
@@ -526,33 +530,33 @@ class Turns:
     def may_read(
         self, fields: tuple[tuple[Any, ...], ...], spare: list[Reading], lasting: Any
     ) -> None:
-        """Have `read` read from now on; `lasting` makes what else its batches have, as a run does.
+        """Enable `read`; `lasting` completes its batches, as a run does.
 
-        `fields` are, by field: the name, the shape and dtype of its rows, and those of rows as
-        read, if they are others. Each call uses one of `spare`, if there is any.
+        `fields` has for each field its name, the shape and dtype of its rows, and those of the rows
+        as read, if different. Each call uses one of `spare`, and fails if none is left.
         """
         struct, self._keep_to_read = self.struct, (fields, spare, (lasting,))
         struct.fields, struct.spare, struct.lasting = map(id, self._keep_to_read)
         struct.array = id(np.ndarray)
 
     def on_epoch(self, function: Callable[[], object] | None, is_in_epoch: bool) -> None:
-        """Set what is called when an epoch ends, while the state is lent; tell if it has begun."""
+        """Set the function to call when an epoch ends, and whether one has begun; while lent."""
         self._on_epoch, self.struct.on_epoch = function, id(function)
         self.struct.is_in_epoch = is_in_epoch
 
     @property
     def is_lent(self) -> bool:
-        """Whether the state is the core's."""
+        """Whether the ring's state is lent to the core."""
         return bool(self.struct.is_lent)
 
     @property
     def taken(self) -> int:
-        """The batches that `take` has given so far."""
+        """The number of batches that `take` has returned so far."""
         return int(self.struct.taken.batches)
 
     @property
     def num_waits(self) -> int:
-        """The waits for batches that `take` has given so far."""
+        """The number of waits for the batches that `take` has returned so far."""
         return int(self.struct.taken.waits)
 
     def lend(
@@ -562,10 +566,10 @@ class Turns:
         slots: Mapping[int, int],
         given: Mapping[int, Int64s],
     ) -> None:
-        """Let the core have what the consumer wants: next, asked, held, reads ahead, loops.
+        """Lend the core the ring's state: `wanted` is next, asked, held, reads ahead, and loops.
 
-        `slots` are by serial: those of all batches that have one, which follow each other; `given`
-        has the samples of those that are given, from the one that is held on.
+        `slots` has the slots of all batches that have one, by consecutive serials; `given` has the
+        samples of batches of given samples, by serial, from the held batch on.
         """
         struct, count = self.struct, self._slots.size
         at_slot = {serial % count: slot for serial, slot in slots.items()}
@@ -576,7 +580,7 @@ class Turns:
         struct.assigned = max(slots, default=following - 1) + 1
         struct.next_in_run = -1 if following in given else following
         struct.given_begin, struct.given_end = 0, len(given) - (held in given)
-        struct.given[3 * MAX_GIVEN - 3] = -1  # the one before the first: none is held
+        struct.given[3 * MAX_GIVEN - 3] = -1  # the one before the first: no held one
         for number, (serial, samples) in enumerate(given.items(), -(held in given)):
             at = number % MAX_GIVEN
             self._given[at] = samples
@@ -597,11 +601,11 @@ class Turns:
         self.run, struct.is_lent = run, True  # no signal handler runs in between
 
     def state(self) -> tuple[int, int, int | None, Any] | None:
-        """Return what the consumer wants: next, asked, held, and the course; None: not lent."""
+        """Return the consumer's next, asked and held, and the course; None if not lent."""
         run = self.run
         if run is None:
             return None
-        struct = self._core.Turns.from_buffer_copy(self._memory)  # of one moment
+        struct = self._core.Turns.from_buffer_copy(self._memory)  # a consistent copy
         course = run.course_after(*_given_of(struct, self._given))
         return struct.next, struct.asked, None if struct.held < 0 else struct.held, course
 
@@ -625,7 +629,7 @@ class Turns:
         self.end()
 
     def close(self) -> None:
-        """Release memory: the state has been taken back for good, and no thread is in the core."""
+        """Release memory, after `shut`, when no thread is in the core."""
         self._scratch.clear()
 
     def is_inside(self) -> bool:
@@ -633,13 +637,13 @@ class Turns:
         return bool(self.struct.is_inside)
 
     def stop_waiting(self) -> None:
-        """Have `take` never wait from now on."""
+        """Make `take` return without waiting from now on."""
         self.struct.waits_not = True
 
     def when_left(self, function: Callable[[], object]) -> bool:
-        """Have a function called when no thread is in the core any more; False: none is.
+        """Have a function called when the last thread has left the core, after `shut`.
 
-        The state has been taken back for good.
+        Returns False, and does not call it, if no thread is in the core.
         """
         is_any = bool(self.struct.is_inside or self.struct.num_reading)
         if is_any:
@@ -647,28 +651,28 @@ class Turns:
         return is_any
 
     def new_waits(self) -> list[float]:
-        """Return the last waits since the last call, in seconds."""
+        """Return the waits since the last call, in seconds: at most the last `MAX_WAITS`."""
         struct, seen = self.struct, self._seen
         self._seen = struct.taken.waits
         each = range(max(seen, self._seen - MAX_WAITS), self._seen)
         return [int(self._waits_ns[wait % MAX_WAITS]) / 1e9 for wait in each]
 
     def counts(self, *, before_epoch: bool = False) -> Taken:
-        """Return what was taken so far, or before the last epoch that began here."""
+        """Return the counts so far, or those before the last epoch that began here."""
         struct = self.struct.before if before_epoch else self.struct.taken
-        copied = self._core.Taken.from_buffer_copy(struct)  # of one moment
+        copied = self._core.Taken.from_buffer_copy(struct)  # a consistent copy
         return _taken(copied, self._num_rows[0, int(before_epoch)])
 
     def ended(self, number: int) -> TakenEpoch:
-        """Return one of the last epochs that have ended here, by its number among all that have."""
+        """Return one of the last `MAX_ENDS` epochs that ended here, by its number among all."""
         at = number % MAX_ENDS
-        end = self._core.EpochEnd.from_buffer_copy(self._ends[at])  # of one moment
+        end = self._core.EpochEnd.from_buffer_copy(self._ends[at])  # a consistent copy
         taken, before = self._num_rows[(1 + at) % len(self._num_rows)]
         moments = _taken(end.begin, before), _taken(end.end, taken)
         return TakenEpoch(*moments, counts_of(end.done), end.epoch, end.count)
 
     def seconds(self, ns: int) -> float:
-        """Return a time of the core's clock as one of `time.perf_counter`."""
+        """Convert a time of the core's clock to `time.perf_counter`."""
         return (ns + self._core.clock_offset_ns()) / 1e9
 
 

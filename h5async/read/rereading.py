@@ -1,9 +1,9 @@
-"""Opens files again, each for one thread, to read what the core refused; makes errors of it.
+"""Opens files again, each for one thread, to read items that the core refused, and makes errors.
 
-The number of a source of the core enters; its open file leaves, of a state that is known to hold
-what was indexed. Other programs may change a file meanwhile: reading goes on if it still does. An
-item that cannot be read, and the core's reason, become an error that names file, dataset, and
-chunk, samples or element.
+The number of one of the core's sources enters; its open file leaves, in a state that is known to
+hold what was indexed. Other programs may change a file meanwhile: reading goes on if it still holds
+that. An item that cannot be read, and the core's reason, become an error that names file, dataset,
+and chunk, samples or element.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from h5async.spelling import named
 from h5async.system.interruptions import interruption, suppressing
 
 DAMAGED = "; the file is damaged there: restore it, or leave these samples out"
-_TRIES = 5  # to read a slice of a batch while nobody changes the file
+_TRIES = 5  # to read part of a batch without the file changing meanwhile
 
 
 class FileEventError(Exception):
-    """What was read is invalid: the file has changed, or a page of its map cannot be read."""
+    """The data read are invalid: the file has changed, or a page of its map cannot be read."""
 
     def __init__(self, map_failed: bool = False) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class OpenSource(NamedTuple):
     path: str
     file: Any  # the core's `File`
     stamp: FileStamp  # the state that is known to hold what was indexed
-    has_swmr_writer: bool  # so that the file changes all the time
+    has_swmr_writer: bool  # the file changes all the time
 
     @property
     def has_changed(self) -> bool:
@@ -60,7 +60,7 @@ class OpenSource(NamedTuple):
 
     @property
     def has_name(self) -> bool:
-        """Whether the file still lies where it was opened, or where it was moved to."""
+        """Whether the file still exists where it was opened, or where it was moved to."""
         path = self.path
         with suppressing(OSError):  # not Linux
             path = os.readlink(f"/proc/self/fd/{self.file.fd}")
@@ -70,8 +70,8 @@ class OpenSource(NamedTuple):
 class Rereader:
     """Reads sources of the core again. Safe to use from many threads.
 
-    `changes` checks files that have changed; None: none that has is read on. That places of
-    variable-length values have stayed cannot be checked.
+    `changes` checks whether changed files still hold what was indexed; None: a changed file is an
+    error. So it is for variable-length values, whose places cannot be checked.
     """
 
     def __init__(self, core: Core, tables: CoreTables, changes: FileChanges | None) -> None:
@@ -83,8 +83,8 @@ class Rereader:
 
         `work` gets the core's `File`, and whether a writer changes it all the time; it is called
         again if the file changed meanwhile but still holds what was indexed. It raises
-        `FileEventError` if that shows. `ReadError` is raised if the file cannot be opened, was
-        replaced, or no longer holds what was indexed.
+        `FileEventError` if it notices a change. `ReadError` is raised if the file cannot be opened,
+        was replaced, or no longer holds what was indexed.
         """
         for _ in range(_TRIES):
             with self.opened(number) as source:
@@ -104,7 +104,7 @@ class Rereader:
     def _read_beside_a_writer(self, number: int, work: Callable[[Any, bool], None]) -> None:
         """Read from a file that changes all the time, and check it only afterwards."""
         with self.opened(number) as source:
-            source.file.nbytes = -1 if source.has_swmr_writer else -2  # so that it is not compared
+            source.file.nbytes = -1 if source.has_swmr_writer else -2  # turns off the comparison
             try:
                 work(source.file, True)
             except FileEventError as event:
@@ -116,7 +116,7 @@ class Rereader:
             self._look(source)
 
     def _look(self, source: OpenSource) -> None:
-        """Check in one thread that a changed file still holds what was indexed; others wait."""
+        """Check that a changed file still holds what was indexed; other threads wait meanwhile."""
         number, path, file, stamp, has_swmr_writer = source
         with self._looking:
             now, known = FileStamp.of(file.fd), self._tables.files[number]
@@ -124,10 +124,10 @@ class Rereader:
                 return
             if not now.has_content_of(stamp):
                 now = settled(partial(FileStamp.of, file.fd))
-            # The removal of a file alone changes its status.
+            # Removing a file changes no more than its status.
             if not now.has_content_of(stamp) or source.has_name:
                 if self._changes is None or known.is_heap:
-                    raise changed(path, "whether it still holds what was indexed is unknown")
+                    raise changed(path, "it may not hold what was indexed any more")
                 name = f"{'/proc/self' if sys.platform == 'linux' else '/dev'}/fd/{file.fd}"
                 self._changes.look_at(path, stamp, now, open_name=name, may_grow=has_swmr_writer)
             self._tables.restamp(path, now, is_heap=known.is_heap)
@@ -139,7 +139,7 @@ class Rereader:
         with self._looking:
             stamp, path = self._tables.files[number].stamp, self._tables.files[number].path
         try:
-            # (What it opens is in `file` before a signal handler can raise anything.)
+            # (`file` owns what is opened before a signal handler can raise anything.)
             why = self._core.open_again(self._tables.sources, number, ctypes.byref(file))
             if why:
                 raise _refusal(path, why, file, stamp)
@@ -172,7 +172,7 @@ class Reason(IntEnum):
     HEAP_NUL = 17
 
 
-# What is wrong with a collection of a heap, by reason.
+# Messages about a collection of a global heap, by reason.
 _HEAPS = {
     7: "cannot be: its address or the index of the object is too large",
     8: "would end beyond the {expected} bytes of the file",
@@ -188,7 +188,7 @@ _HEAPS = {
 
 
 class Place(NamedTuple):
-    """Rows of a field in the memory of a batch; if they `are_runs`, runs of rows, by number."""
+    """Rows of a field in the memory of a batch, or, if `are_runs`, numbers of runs of rows."""
 
     field: int
     rows: NDArray[np.int64]
@@ -196,9 +196,9 @@ class Place(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """Where an item's bytes lie in its file: a chunk; of contiguous rows, row 0 and 0 bytes.
+    """The place of an item in its file: a chunk, or row 0 of contiguous rows, with 0 bytes.
 
-    `samples` are the first and the last row of the dataset that are wanted; None if not known.
+    `samples` are the first and the last wanted row of the dataset; None if unknown.
     """
 
     offset: int
@@ -214,7 +214,7 @@ class Chunk(NamedTuple):
 
 
 def find_chunk(layout: DatasetLayout, path: str, extent: Extent) -> Chunk | DatasetLayout | None:
-    """Return the chunk of a field, or its dataset without chunks, at a place of a file."""
+    """Return the chunk of a field, or the dataset without chunks, at a place in a file."""
     for leaf in layout.leaves():
         if leaf.file != path:
             continue
@@ -235,7 +235,7 @@ def error_of(
     extent: Extent,
     found: Chunk | DatasetLayout | None,
 ) -> ReadError:
-    """Return the error of an item in a chunk, or in contiguous rows."""
+    """Return the error for an item in a chunk or in contiguous rows."""
     reason, what, kind = failure.reason, _unreadable(path, file, extent), ReadError
     filters = found.layout.filters if isinstance(found, Chunk) else ()
     if reason in (Reason.WRONG_SIZE, Reason.DAMAGED, Reason.NO_ROOM):
@@ -276,7 +276,7 @@ def decoding_error(failure: Any, filters: tuple[Filter, ...]) -> str:
 
 
 def error_of_element(failure: Any, path: str, file: Any, heap: HeapFile) -> ReadError:
-    """Return the error of an element of variable length."""
+    """Return the error for a variable-length element."""
     where = f"{heap.elements.where}, element {failure.extent}"
     kind: type[ReadError] = DamagedError
     words = _HEAPS.get(failure.reason)

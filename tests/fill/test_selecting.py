@@ -555,5 +555,5 @@ def test_a_new_helper_that_chooses_other_samples_is_told(files):
     kept = opened(indices="keep", weights="weight")
     kept.check_same(opened(indices="keep", weights="weight"))
     for other in (opened(indices="keep"), opened(indices="some", weights="weight"), opened()):
-        with pytest.raises(H5AsyncError, match="what indices or weights are read from has changed"):
+        with pytest.raises(H5AsyncError, match="the source of indices or weights has changed"):
             kept.check_same(other)

@@ -155,7 +155,7 @@ def test_globs(server: Server, scheme: str, pattern: str, expected: Sequence[str
 def test_globs_that_find_nothing(server: Server):
     with pytest.raises(ReadError, match=r"no file matches s3://bucket/none\*\.h5"):
         AsyncReader(hdf5_path="s3://bucket/none*.h5", **options_of(server))
-    with pytest.raises(ConfigError, match="the web has no lists"):
+    with pytest.raises(ConfigError, match="web servers have no lists"):
         AsyncReader(hdf5_path=server.url("bucket/").replace("%2A", "*") + "*.h5")
 
 
@@ -372,11 +372,11 @@ class Failed(Exception):
         ("PermissionDenied: status: 403", "access was denied"),
         ("Received redirect ... inner: BareRedirect", "the bucket is in another region"),
         ("GET http://169.254.169.254/latest/api/token", "no credentials were found"),
-        ('ConnectError("dns error")', "its host is not known"),
+        ('ConnectError("dns error")', "its host is unknown"),
         ("ConnectionRefused", "the server cannot be reached; check the name, the endpoint"),
         ("InvalidCertificate(UnknownIssuer)", "the server's certificate is not trusted"),
         ("status: 503 SlowDown", "the server is overloaded"),
-        ("status: 418", "the server answers with status 418"),
+        ("status: 418", "the server answered with status 418"),
         ("odd https://host/a?Signature=hidden\nmore", "odd its URL"),
     ],
 )

@@ -361,7 +361,7 @@ def fails_later(vlen, *, number):
 def test_errors_of_postprocess(mixed):
     fields = {"vlen": "vlen"}
     with make(mixed, "process", fields=fields, postprocess=objects) as reader:
-        with pytest.raises(PostprocessError, match="Python objects cannot lie in memory"):
+        with pytest.raises(PostprocessError, match="Python objects cannot be in shared memory"):
             reader.get_next_batch()
     with make(mixed, 2, fields=fields, postprocess=fails_later) as reader:
         check(reader.get_next_batch(), {"vlen": mixed[1]["vlen"]})
