@@ -172,8 +172,7 @@ class Handle:
     ) -> tuple[Located, Any]:
         """Open the object at a path in HDF5, until `files` are closed.
 
-        Raises `DatasetError` if there is none, and `ReadError` if the file has changed since it was
-        first opened, unless it `may_differ`.
+        Raises `DatasetError` if none is there, `ReadError` for a changed file (see `may_differ`).
         """
         self.require_open()
         if _left:

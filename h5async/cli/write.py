@@ -36,7 +36,7 @@ from h5async.packing.writeoptions import PackOptions, RepackOptions
 from h5async.samples.fieldkind import AUDIO, CATEGORIES, IMAGE, NULLABLE, SHAPE, TEXTS
 from h5async.system.interruptions import suppressing
 
-# Kinds of entries beside datasets' layouts.
+# Kinds of entries other than the layouts of datasets.
 _FACTS = (SHAPE, TEXTS, CATEGORIES, NULLABLE, IMAGE, AUDIO)
 
 _Indexed = Annotated[
@@ -60,7 +60,7 @@ def index(
     ray: Ray = None,
     **typed: Any,
 ) -> None:
-    """Save the index of FILES, which `hdf5_path` takes instead of them.
+    """Save an index of FILES, which `hdf5_path` takes instead of them.
 
     It has all datasets of the files, by their first dimension; with --field, only these. If readers
     use groups as sequences, give the same --sequences here.
@@ -306,8 +306,8 @@ def repack(
 ) -> None:
     """Write IN anew, with other chunks, filters or samples; several files become one.
 
-    All else stays: groups, attributes, links, references, dimension scales, datatypes. Chunks about
-    which nothing changes are copied as they are stored.
+    All else stays: groups, attributes, links, references, dimension scales, datatypes. Chunks that
+    need no change are copied as they are stored.
     """
     from h5async.packing.newfiles import repack
 
