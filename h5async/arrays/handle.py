@@ -172,7 +172,7 @@ class Handle:
     ) -> tuple[Located, Any]:
         """Open the object at a path in HDF5, until `files` are closed.
 
-        Raises `DatasetError` if none is there, `ReadError` for a changed file (see `may_differ`).
+        Raises `DatasetError` if none is there, `ReadError` if the file changed but may not differ.
         """
         self.require_open()
         if _left:
