@@ -106,7 +106,7 @@ class H5Dataset(IterableDataset):
         if isinstance(config, AsyncReader):
             if options:
                 raise ConfigError(
-                    f"{next(iter(options))!r} was given with a reader; make the reader with it"
+                    f"{next(iter(options))!r} was given with a reader; create the reader with it"
                 )
             self._config = config.config
             _check_dtypes(config)
@@ -144,7 +144,7 @@ class H5Dataset(IterableDataset):
     def __getitem__(self, index: object) -> NoReturn:
         """Raise `ConfigError`: samples come in batches, and `indices` selects a part."""
         raise ConfigError(
-            "H5Dataset gives whole batches, and no item by its number; for a part of the samples,"
+            "H5Dataset gives whole batches, and no single items by number; for part of the samples,"
             ' instead of random_split() or Subset, give it indices=Split("train", {"train": 0.9,'
             ' "val": 0.1}), or indices= with their numbers; for some samples at once, reader.read()'
         )

@@ -252,7 +252,7 @@ class Handle:
         if self._stamp is None:
             self._stamp = stamp
         if stamp != self._stamp and not (may_differ and stamp.file_id == self._stamp.file_id):
-            raise changed(self.filename, "it is not as it was when it was opened")
+            raise changed(self.filename, "it has changed since it was opened")
         is_written = file.id.get_intent() & h5py.h5f.ACC_RDWR or file.swmr_mode
         if self.is_near and not is_written and len(_kept_files) < affordable_files():
             with suppressing(OSError):  # it was replaced meanwhile

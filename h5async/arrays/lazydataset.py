@@ -97,7 +97,7 @@ class Dataset:
             return None
         with self.file.opened(self._path, may_differ=True) as (located, node):
             if (node.shape, Stored.of(node)) != (self._shape, self.stored):
-                raise changed(self.file.filename, f'dataset "{self.name}" is another one')
+                raise changed(self.file.filename, f'dataset "{self.name}" was replaced')
             return self._read_layout(located, node)
 
     def _read_layout(self, located: Located, node: h5py.h5d.DatasetID) -> DatasetLayout | None:
@@ -147,7 +147,7 @@ class Dataset:
 
     def __len__(self) -> int:
         if not self._shape:
-            raise TypeError(f"{self._where}: it has no dimension, so no length")
+            raise TypeError(f"{self._where}: it has no dimensions, so it has no length")
         return int(self._shape[0])
 
     def __bool__(self) -> bool:
@@ -161,9 +161,9 @@ class Dataset:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         if copy is False:
-            raise ValueError("a dataset cannot be made an array without a copy")
+            raise ValueError("a dataset cannot be converted to an array without a copy")
         if self._shape is None:
-            raise TypeError(f"{self._where}: it is empty, so it is no array")
+            raise TypeError(f"{self._where}: it is empty, and cannot become an array")
         return np.asarray(self.__getitem__(..., dtype))
 
     def __iter__(self) -> Iterator[Any]:

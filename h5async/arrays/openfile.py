@@ -57,7 +57,7 @@ class Group(Mapping[str, Any]):
             if not name:
                 return None
         if not isinstance(name, str | bytes):
-            raise TypeError(f"objects are found by their names, found {type(name).__name__}")
+            raise TypeError(f"a key must be a name or a reference, found {type(name).__name__}")
         name = name_text(name)
         return "/".join(components(name if name[:1] == "/" else f"{self.name}/{name}"))
 

@@ -118,7 +118,7 @@ def advised(config: ReaderConfig, seconds: float = 0.75, rounds: int = 3) -> Adv
     if any(field.num_dim != 0 for field in config.batch_fields.values()):
         raise ConfigError(
             f"{named('num_dim')}: only datasets whose first dimension counts the samples are"
-            " measured; others are slow in whatever chunks (h5async repack can change these)"
+            " measured; others are slow with any chunks (h5async repack can change these)"
         )
     found = _largest(config, config.files[0])
     trial = _options(config, config.files, found.path)

@@ -36,7 +36,7 @@ from h5async.spelling import shell_word
 
 BLOCK_SECONDS = 0.5  # for which rows may be held back, to align columns
 _LEGEND = "in order, shuffled: bytes read from the file for each sample used"
-_FOLDED = "groups alike: from the least samples to the most, and the sizes of all together"
+_FOLDED = "groups alike: the range of their numbers of samples, and their total sizes"
 _DEAR, _DEAR_NBYTES = 4.0, 1 << 16  # of a shuffled sample: times its cost in order, and bytes
 _LEAST_NUMBERED = 3  # similar groups to fold, if their names differ only in numbers
 _LEAST_OTHERS = 10  # ... with any names
@@ -101,13 +101,13 @@ def inspect(
     typer.echo(legend if printed else f"{safe(given)} holds no datasets")
     identity = _identity(path)
     if identity is not None:
-        typer.echo(f"another state of it is told by {identity}")
+        typer.echo(f"changes of it are detected by {identity}")
     if is_far:
         typer.echo("\n".join(map(safe, _requests_lines(listing, has_several))))
     if dearest and index is None and not is_far:
         hint = f"h5async advise {shell_word(dearest[0].file)} measures what other chunks would give"
         of = f"of {safe(dearest[0].path)} above all"
-        typer.echo(f"\nshuffled samples cost much, {of}: {hint}", err=True)
+        typer.echo(f"\nshuffled samples are expensive, {of}: {hint}", err=True)
     reason = why_no_core()
     if reason is not None:
         typer.echo(f"\n{safe(reason)}", err=True)

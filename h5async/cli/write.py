@@ -68,7 +68,7 @@ def index(
     cleared = _clear() if clear else None
     if cleared is not None and not as_json:
         removed = f"removed {cleared['entries']:,} entries, {decimal(cleared['nbytes'])}"
-        no_home = "there is no cache folder, because there is no home"
+        no_home = "there is no cache folder, because there is no home directory"
         typer.echo(f"{safe(cleared['folder'])}: {removed}" if cleared["folder"] else no_home)
     if clear and not files and output is None:
         if as_json:
@@ -141,7 +141,7 @@ _Per = Annotated[
 ]
 _Quantiles = Annotated[
     list[float] | None,
-    typer.Option("--quantile", metavar="Q", help="A share of values below. Repeatable."),
+    typer.Option("--quantile", metavar="Q", help="A quantile to compute, from 0 to 1. Repeatable."),
 ]
 _SHOWN = ("mean", "std", "min", "max")
 _SHOWN_GROUPS, _SHOWN_CLASSES = 4, 8

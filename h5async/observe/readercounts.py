@@ -390,12 +390,12 @@ class ReaderCounts:
             return _Moment()
         if not isinstance(since, ReaderStats):
             raise ConfigError(
-                f"since takes what stats() returned before, found {type(since).__name__}"
+                f"since takes an earlier result of stats(), found {type(since).__name__}"
             )
         begin = since._moment
         if not isinstance(begin, _Moment) or begin.reader is not self._reader:
             raise ConfigError(
-                "since is of another reader; give what stats() of this reader returned before, in"
+                "since is of another reader; give an earlier result of this reader's stats(), from"
                 " this process"
             )
         return begin
@@ -480,7 +480,7 @@ class ReaderCounts:
 def _newer(begin: _Moment, now: _Moment) -> ConfigError:
     return ConfigError(
         f"since was taken at batch {begin.batches:,}, and this is batch {now.batches:,}: it is"
-        " newer; give statistics that were taken before"
+        " newer; give earlier statistics"
     )
 
 

@@ -256,7 +256,7 @@ class Tracing:
         max_events = operator.index(max_events) if isinstance(max_events, SupportsIndex) else 0
         if not 1 <= max_events <= _MOST_EVENTS:
             raise ConfigError(
-                f"max_events must be an integer from 1 to {_MOST_EVENTS:,}: how many are kept"
+                f"max_events must be an integer from 1 to {_MOST_EVENTS:,}: the number to keep"
             )
         if path is None and not (nvtx or torch):
             raise ConfigError('trace() needs a path: trace("t.json"), or nvtx=True, or torch=True')
@@ -264,9 +264,7 @@ class Tracing:
         try:
             self._file = None if path is None else Path(os.path.abspath(os.fsdecode(path)))
         except TypeError as error:
-            raise ConfigError(
-                f"the path of a trace must be one of a file, found {path!r}"
-            ) from error
+            raise ConfigError(f"the path of a trace must be a file path, found {path!r}") from error
         self._began = datetime.now(UTC).isoformat(timespec="milliseconds")
         self._max_events = max_events
         timeline = Timeline(max_events if path is not None else 0, ranges)

@@ -469,7 +469,7 @@ class AsyncReader:
         if self._engine.ring.consumer.has_begun:
             raise ConfigError(
                 "a reader that has begun cannot be pickled; pickle it before the first batch is"
-                " asked for, or send its config and its state_dict()"
+                " requested, or send its config and its state_dict()"
             )
         return AsyncReader, (self._config,), self.state_dict()
 

@@ -384,7 +384,7 @@ def _warnings(setup: ReaderSetup, methods: Sequence[str], cache: str) -> Iterato
     kept, wanted = sum(plan.kept_nbytes), sum(setup.wanted_nbytes)
     if kept < wanted:
         yield (
-            f"{what}: {wanted:,} bytes of decoded chunks would be kept for later batches, and"
+            f"{what}: {wanted:,} bytes of decoded chunks should be kept for later batches, but only"
             f" {kept:,} are free for them: chunks are decoded more than once"
         )
     lengths = setup.samplings.lengths

@@ -48,8 +48,8 @@ _POSITION = ("epoch", "position", "batch_size", "world_size")
 _DIGESTS = ("indices", "weights", "sampler")
 _OPTIONAL = (*_DIGESTS, "epoch_samples", "offset", "batch_values", "bucket")
 _OF_FILES = {
-    "fingerprint": "a file has changed since the state was saved, or what a field reads of it, as"
-    " by region: its sizes, shapes, dtypes, chunks, sequences or the lengths of samples differ",
+    "fingerprint": "a file has changed since the state was saved, or the part of it that a field"
+    " reads (region, say): sizes, shapes, dtypes, chunks, sequences or lengths of samples differ",
     "lengths": "samples have other lengths than when the state was saved",
 }
 _MOST_RANKS = 1 << 20  # limits the time that an invalid state can cost

@@ -187,7 +187,7 @@ class ReaderSetup:
                 )
         if config.keeps_rows and not self.samplings.selection.are_in(found).all():
             raise ConfigError(
-                "index: with a cache, only samples that `indices` selects can be asked for; use"
+                "index: with a cache, only samples that `indices` selects can be requested; use"
                 " read(), or leave out the cache"
             )
         return found
