@@ -341,7 +341,7 @@ def needs_package(package: str, purpose: str) -> Iterator[None]:
 def taking_memory(what: str, remedy: str) -> Iterator[None]:
     """Turn errors for refused memory into an `OutOfMemoryError`.
 
-    `what` needs it: ``"train.h5: 2 batches of 64 samples"``.
+    `what` names the things that need it: ``"train.h5: 2 batches of 64 samples"``.
     """
     try:
         yield

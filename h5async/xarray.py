@@ -1,8 +1,8 @@
 """Opens files in xarray, by ``engine="h5async"``: values are read by the core, in threads.
 
 A path enters, and a Dataset of lazy arrays leaves. h5netcdf and xarray's own engine for it find the
-names of dimensions, attributes and encodings, and have the file open only meanwhile; only values
-are read here. Only this module imports xarray, not ``import h5async``.
+names of dimensions, attributes and encodings, and then close the file; only values are read here.
+Only this module imports xarray, not ``import h5async``.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ from h5async.reader import lifetime
 from h5async.spelling import named
 from h5async.system.interruptions import interruption, suppressing
 
-# A selection of so many bytes is always read; a larger one, up to so many times its files' size.
+# Selections up to _LEAST_NBYTES are always read; larger ones, up to _TIMES_STORED times the files.
 _LEAST_NBYTES, _TIMES_STORED = 64 << 20, 1024
 _NULL, _REGIONS = h5py.h5s.NULL, (h5py.RegionReference, h5py.MultiBlockSlice)
 _FACTS = frozenset(

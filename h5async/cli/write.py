@@ -199,7 +199,7 @@ def _amount(one: FieldStatistics) -> str:
 
 
 def _lines(one: FieldStatistics) -> list[tuple[str, str]]:
-    """Return what to show of a field, with labels."""
+    """Return the lines to show for a field, as labels and texts."""
     several = {name: getattr(one, name) for name in _SHOWN}
     several |= {f"q {q}": values for q, values in (one.quantiles or {}).items()}
     lines = []
