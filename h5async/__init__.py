@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from h5async.samples.ragged import Images, Ragged
     from h5async.samples.sparse import Csr
 
-# What modules have for users, beside the exceptions. A module is loaded when one of its names is
-# first used: so importing h5async takes next to no time.
+# Public names by module, except the exceptions. A module is loaded when one of its names is first
+# used, so that importing h5async takes next to no time.
 _NAMES = {
     "arrays.openfile": "open_file",
     "config": "AudioField Field ImageField RaggedField ReaderConfig Sequences SparseField Split",
@@ -67,7 +67,7 @@ _NAMES = {
     "samples.sparse": "Csr",
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
-_loading = threading.RLock()  # threads that first load NumPy at once would see parts of it
+_loading = threading.RLock()  # threads that load NumPy at once would see parts of it
 
 # If the program does not set up logging, nothing is printed, not even warnings.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
@@ -76,7 +76,7 @@ __version__: str
 
 
 def __getattr__(name: str) -> Any:
-    """Return a public name, the version or a module, loading what they need on access."""
+    """Return a public name, the version or a module, imported on first access."""
     if name == "__version__":
         return _version()
     if name in __all__:

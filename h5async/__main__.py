@@ -3,4 +3,4 @@
 from h5async.cli import app
 
 if __name__ == "__main__":
-    app(prog_name="h5async")  # by which completion and messages call it
+    app(prog_name="h5async")  # which completion and messages show

@@ -8,7 +8,7 @@
     ├── SelectionError                     a selection does not fit its dataset; also an
     │                                      IndexError, a TypeError and a ValueError
     ├── ReadError (OSError)                bytes could not be read or decoded
-    │   └── DamagedError                   ... as they are damaged, or missing
+    │   └── DamagedError                   ... because they are damaged or missing
     ├── WriteError (OSError)               a file could not be written
     ├── UnsafeFileError (PermissionError)  a file reaches outside itself
     ├── OutOfMemoryError (MemoryError)     the system refused memory, or has too little
@@ -35,7 +35,7 @@ from h5async.spelling import Spell, as_keyword, has_options, named, printable, s
 class H5AsyncError(Exception):
     """Base of every error that h5async raises on purpose.
 
-    A message names options by `h5async.spelling.named`; ``str()`` has them as keywords.
+    Messages mark options by `h5async.spelling.named`; ``str()`` shows them as Python keywords.
 
     Examples
     --------
@@ -92,9 +92,9 @@ class DatasetError(H5AsyncError, KeyError):
 
 
 class SelectionError(H5AsyncError, IndexError, TypeError, ValueError):
-    """What is written in brackets does not fit a dataset.
+    """A selection by indexing does not fit its dataset.
 
-    h5py raises one of three built-in exceptions, so this is each of them.
+    h5py raises one of three built-in exceptions, so this is a subclass of all three.
 
     Examples
     --------
@@ -111,7 +111,7 @@ class ReadError(H5AsyncError, OSError):
     Attributes
     ----------
     filename, dataset
-        The file, and the path of the dataset in it; None if it is about neither, or not known.
+        The file, and the path of the dataset in it; None if the error concerns none, or not known.
     samples, file_samples
         The samples of the batch that cannot be read, ascending: their numbers in the whole dataset,
         and in their files. Empty if they are not known.
@@ -150,7 +150,7 @@ class DamagedError(ReadError):
     h5async.errors.DamagedError: cannot open sample_data/README.md: it is not an HDF5 file: ...
     """
 
-    # The field, and its rows in the memory of a batch, that are damaged, until `samples` is known.
+    # The damaged field, and its damaged rows in a batch's memory, until `samples` is known.
     place: Any = None
 
 
@@ -198,7 +198,7 @@ class Skipped(NamedTuple):
 def failed_read(
     message: str, cause: Exception, filename: str | None, dataset: str | None = None
 ) -> ReadError:
-    """Make the error for what HDF5 could not read: damaged, unless the system refused to read."""
+    """Make the error for data that HDF5 could not read: damaged, unless the system refused."""
     was_refused = getattr(cause, "errno", None) not in (None, errno.ENOENT, errno.ENOTDIR)
     kind = ReadError if was_refused else DamagedError
     return kind(message, filename=filename, dataset=dataset)
@@ -285,7 +285,7 @@ class BatchTimeoutError(H5AsyncError, TimeoutError):
 
 
 class BatchExpiredError(H5AsyncError, RuntimeError):
-    """A batch was used after its life, which the next call ended; see ``debug_lifetimes``.
+    """A batch was used after the request for the next one expired it; see ``debug_lifetimes``.
 
     Examples
     --------
@@ -341,7 +341,7 @@ def needs_package(package: str, purpose: str) -> Iterator[None]:
 def taking_memory(what: str, remedy: str) -> Iterator[None]:
     """Turn errors for refused memory into an `OutOfMemoryError`.
 
-    `what` needs it: ``"train.h5: 2 batches of 64 samples"``.
+    `what` names the things that need it: ``"train.h5: 2 batches of 64 samples"``.
     """
     try:
         yield
@@ -355,7 +355,7 @@ def is_lack_of_memory(error: BaseException | None) -> TypeGuard[Exception]:
     """Tell whether an error of Python or a library means that memory was refused."""
     if isinstance(error, H5AsyncError):
         return False
-    # Python's locks then raise a `RuntimeError`, and some functions of NumPy set no error at all.
+    # Then Python's locks raise a `RuntimeError`, and some NumPy functions set no error at all.
     words = (
         "can't allocate lock",
         "returned NULL without setting an exception",

@@ -1,4 +1,4 @@
-"""Spells names, options and amounts for people: in messages, and in small tables of HTML.
+"""Formats names, options and amounts for people: in messages, and in small HTML tables.
 
 Names in HDF5 files are bytes. Those that are not UTF-8 become surrogate escapes, as in Python's
 file names; such text cannot be written to a terminal or a log.
@@ -66,7 +66,7 @@ def has_options(text: str) -> bool:
 def spelled(text: str, spell: Spell) -> str:
     """Return a message with its marked options written by `spell`.
 
-    It takes the name of an option, and a tuple of its value, empty if none is given.
+    `spell` takes the name of an option, and a tuple of its value, empty if none is given.
     """
 
     def one(found: re.Match[str]) -> str:
@@ -113,7 +113,7 @@ def _toml_key(name: str) -> str:
 
 
 def _sliced(value: Any) -> str:
-    """Return a range or a slice as text, as files have it."""
+    """Return a range or a slice as text, as written in files."""
     return f"{value.start}:{value.stop}"
 
 

@@ -33,9 +33,9 @@ class H5Dataset(IterableDataset):
 
     Each iteration is the next epoch, and gives dicts of tensors by field name. **The tensors live
     until the next iteration of the loop**, as a batch does: they are the reader's own buffers, not
-    copies. Clone what has to last longer. (With the option ``debug_lifetimes``, tensors that are
-    kept too long hold NaN, -1 or 255.) A copy to a GPU that is still running is waited for, if it
-    was made on PyTorch's current stream at the time of the next request.
+    copies. Clone those that have to last longer. (With the option ``debug_lifetimes``, tensors that
+    are kept too long hold NaN, -1 or 255.) A copy to a GPU that is still running is waited for, if
+    it was made on PyTorch's current stream at the time of the next request.
 
     Sparse rows are tensors of layout ``torch.sparse_csr``, and samples of varying lengths are
     nested tensors of layout ``torch.jagged``, over the same buffers.
@@ -54,14 +54,14 @@ class H5Dataset(IterableDataset):
     Parameters
     ----------
     config
-        As for `AsyncReader`; or an `AsyncReader`, which its maker closes.
+        As for `AsyncReader`; or an `AsyncReader`, which the caller has to close.
     as_tuple
         Give tuples in field order instead of dicts. (A DataLoader makes lists of them.)
     with_index
-        Also give what a `Batch` tells of its samples, by the same names and after the fields:
-        ``index``, and with `sequences` ``sequence`` and ``step``, int64 tensors (size,) that last.
+        After the fields, also give these attributes of the `Batch`: ``index``, and with `sequences`
+        ``sequence`` and ``step``. They are int64 tensors (size,) that stay valid.
     **options
-        Single options, which win over `config`: those below.
+        Individual options, listed below; they override `config`.
 
     Raises
     ------
@@ -100,13 +100,13 @@ class H5Dataset(IterableDataset):
         self._as_tuple = as_tuple
         self._with_index = with_index
         self._reader: AsyncReader | None = None
-        self._state: Mapping[str, Any] | None = None  # to continue from, once opened
+        self._state: Mapping[str, Any] | None = None  # to continue from, once the reader is opened
         self._is_closed = False
         self._is_ours = not isinstance(config, AsyncReader)
         if isinstance(config, AsyncReader):
             if options:
                 raise ConfigError(
-                    f"{next(iter(options))!r} was given with a reader; make the reader with it"
+                    f"{next(iter(options))!r} was given with a reader; create the reader with it"
                 )
             self._config = config.config
             _check_dtypes(config)
@@ -144,7 +144,7 @@ class H5Dataset(IterableDataset):
     def __getitem__(self, index: object) -> NoReturn:
         """Raise `ConfigError`: samples come in batches, and `indices` selects a part."""
         raise ConfigError(
-            "H5Dataset gives whole batches, and no item by its number; for a part of the samples,"
+            "H5Dataset gives whole batches, and no single items by number; for part of the samples,"
             ' instead of random_split() or Subset, give it indices=Split("train", {"train": 0.9,'
             ' "val": 0.1}), or indices= with their numbers; for some samples at once, reader.read()'
         )

@@ -1,8 +1,8 @@
 """Opens files in xarray, by ``engine="h5async"``: values are read by the core, in threads.
 
-A path enters, and a Dataset of lazy arrays leaves. Names of dimensions, attributes and encodings
-are those that h5netcdf and xarray's own engine for it find; only values are read here. HDF5 has the
-file open only meanwhile. Only this module imports xarray, not ``import h5async``.
+A path enters, and a Dataset of lazy arrays leaves. h5netcdf and xarray's own engine for it find the
+names of dimensions, attributes and encodings, and then close the file; only values are read here.
+Only this module imports xarray, not ``import h5async``.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _OPTIONS = (
 
 
 class H5AsyncArray(BackendArray):
-    """The values of a variable, read by its file; `fill` is in place of what is not there.
+    """The values of a variable, read by its file.
 
-    The variable may be larger than its dataset, if it has unlimited dimensions.
+    A variable with unlimited dimensions may be larger than its dataset; fill values pad it.
     """
 
     def __init__(self, file: File, path: str, like: Any, datatype: Any, is_text: bool) -> None:
@@ -60,7 +60,7 @@ class H5AsyncArray(BackendArray):
         self._is_text = is_text
 
     def __getitem__(self, key: indexing.ExplicitIndexer) -> Any:
-        """Return what an indexer of xarray selects."""
+        """Return the values that an indexer of xarray selects."""
         one_list = indexing.IndexingSupport.OUTER_1VECTOR
         return indexing.explicit_indexing_adapter(key, self.shape, one_list, self._read)
 
@@ -98,7 +98,7 @@ class H5AsyncArray(BackendArray):
 
 
 def _decoded(values: Any) -> Any:
-    """Return strings of bytes, or one of them."""
+    """Decode byte strings to strings: an array of them, or a single one."""
     if not isinstance(values, np.ndarray):
         return values.decode() if isinstance(values, bytes) else values
     found = np.empty(values.shape, object)
@@ -107,9 +107,9 @@ def _decoded(values: Any) -> Any:
 
 
 class H5AsyncStore(H5NetCDFStore):
-    """The variables of a group that h5netcdf has open, with arrays of our own.
+    """The variables of a group that h5netcdf has open, with `H5AsyncArray` for their values.
 
-    `file` reads them, and `hdf5` is the same file as h5py has it open.
+    `file` reads these; `hdf5` is the same file, opened by h5py.
     """
 
     def __init__(self, file: File, hdf5: Any, opened: Any, group: str | None) -> None:
@@ -117,12 +117,12 @@ class H5AsyncStore(H5NetCDFStore):
         self.file, self.hdf5, self.decodes = file, hdf5, opened.decode_vlen_strings
 
     def open_store_variable(self, name: str, var: Any) -> Variable:
-        """Return a variable as xarray's engine for h5netcdf does, but for its values."""
+        """Return a variable as xarray's engine for h5netcdf does, except for its values."""
         found = super().open_store_variable(name, var)
         is_text = bool(self.decodes) and found.encoding.get("dtype") is str
         path = f"{self.ds.name}/{name}"
         other = f"{self.ds.name}/_nc4_non_coord_{name}"
-        if other in self.hdf5:  # a variable that has the name of a dimension of others
+        if other in self.hdf5:  # a variable named like a dimension of other variables
             path = other
         array = H5AsyncArray(self.file, path, found, getattr(var, "datatype", None), is_text)
         encoding = {**found.encoding, "source": self.file.filename}
@@ -169,7 +169,7 @@ class H5AsyncBackend(BackendEntrypoint):
 
 @contextmanager
 def _opened(name: Any, options: dict[str, Any]) -> Iterator[Any]:
-    """Open a file in HDF5 and h5netcdf; yield what makes a Dataset of a group."""
+    """Open a file in HDF5 and h5netcdf; yield a function that makes a Dataset of a group."""
     with needs_package("h5netcdf", 'engine="h5async"'):
         import h5netcdf
     decoders = {key: options.pop(key) for key in _DECODERS if key in options}
@@ -204,7 +204,7 @@ def _dataset(
 
 
 def _groups_in(hdf5: Any, parent: str) -> Iterator[str]:
-    """Yield the paths of all groups below one, and "" for itself."""
+    """Yield the relative paths of all groups in a group, and "" for itself."""
     yield ""
     names: list[str] = []
     hdf5[parent].visititems(

@@ -212,7 +212,7 @@ def test_epochs_that_are_refused(path: Path) -> None:
 def test_moments_that_are_refused(path: Path) -> None:
     with open_reader(path) as reader, open_reader(path) as other:
         for wrong in (0, "epoch", {}, reader):
-            with pytest.raises(ConfigError, match=f"stats.. returned .*{type(wrong).__name__}"):
+            with pytest.raises(ConfigError, match=f"stats.., found {type(wrong).__name__}"):
                 reader.stats(wrong)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="of another reader"):
             reader.stats(other.stats())

@@ -1,8 +1,8 @@
-"""Reads selections of one dataset: by the core, in several threads if they are large, or by h5py.
+"""Reads selections of one dataset: by the core, in several threads if large, or through h5py.
 
-A layout enters, and a reader of it leaves, of one of three kinds. A dataset that holds its values
-itself is one sample to the core, of which any part is read (`BoxReader`); of others, the rows are
-(`RowsReader`); what only h5py understands, it reads (`H5pyReader`).
+A layout enters, and one of three kinds of readers leaves. `BoxReader` reads a dataset that holds
+its own values: to the core, it is a single sample, of which any part can be read. `RowsReader`
+reads rows of a dataset whose values lie in others; `H5pyReader`, what only h5py can read.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ from h5async.read.farsources import FarSources
 from h5async.read.queue import SlotBatch
 from h5async.system.interruptions import call_when_gone, suppressing
 
-# Of a selection that one thread reads as fast as several: of chunks to decode, and of others.
+# Up to these sizes, one thread reads as fast as several: chunks to decode, and anything else.
 _ALONE_NBYTES, _ALONE_COPIED_NBYTES = 1 << 18, 1 << 24
 _LIKELY_NBYTES = 4 << 20
 _PARTS = 4  # of a large selection, per thread
 _BLOCK_ROWS = 1 << 18
-_TRIES = 3  # to read a selection while its file changes
+_TRIES = 3  # attempts to read a selection while its file changes
 _addressof, _from_buffer = ctypes.addressof, ctypes.c_char.from_buffer
-_DENSE = 4  # a list is read as a whole range if that has at most so many times its elements
+_DENSE = 4  # a list is read as a whole range if that has at most 4 times as many elements
 
 
 class Threads:
-    """Runs functions in up to `count` threads, of which the caller is one. Started when needed."""
+    """Runs functions in up to `count` threads, including the caller's. Started when needed."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self._pool: tuple[int, ThreadPoolExecutor] | None = None  # of this process
 
     def run(self, work: Sequence[Callable[[], object]]) -> None:
-        """Run all functions; the first exception is raised, once all threads are done."""
+        """Run all functions; once all threads are done, raise the first exception."""
         todo = deque(work)
 
         def work_off() -> None:
@@ -69,7 +69,7 @@ class Threads:
                 function()
 
         futures: list[Future[None]] = []
-        with suppressing(RuntimeError):  # closed meanwhile: the caller does all alone
+        with suppressing(RuntimeError):  # closed meanwhile: the caller does all the work
             for _ in range(min(self.count, len(todo)) - 1):
                 futures.append(self._started().submit(work_off))
         try:
@@ -78,7 +78,7 @@ class Threads:
             todo.clear()
             begun = [future for future in futures if not future.cancel()]
             for future in begun:
-                future.exception()  # waits: they write to memory of the caller
+                future.exception()  # waits: they write to the caller's memory
         for future in begun:
             future.result()
 
@@ -97,7 +97,7 @@ class Threads:
 
 
 class _Lane:
-    """What one thread needs to read by the core: the structure of a call, and scratch memory."""
+    """A thread's resources to read by the core: the structure of a call, and scratch memory."""
 
     def __init__(self, core: Core, collection: Collection, room: ScratchSize) -> None:
         self.struct = core.Selected()
@@ -112,7 +112,7 @@ class _Lane:
         call_when_gone(self, core.free_plan, ctypes.byref(self.struct.plan))
 
     def batch(self, rows: int, arrays: Any) -> SlotBatch:
-        """Return the plan of the last call, as other modules take it."""
+        """Return the plan of the last call, in the form that other modules take."""
         struct = self.struct
         fields, targets = ctypes.byref(struct.field), ctypes.byref(struct.target)
         return SlotBatch(struct.plan, targets, rows, arrays, fields=fields)
@@ -120,14 +120,14 @@ class _Lane:
 
 @cache
 def _packer(count: int) -> Callable[..., None]:
-    """Return what writes the members of `Selected` that differ by call: 7, and `count` numbers."""
+    """Return a function that writes `Selected`'s members that vary by call: 7, and `count` more."""
     return Struct(f"={7 + count}q").pack_into
 
 
 class CoreReader:
-    """Reads parts of a dataset by the core: the base of both ways. Safe to use from many threads.
+    """Base of the readers that use the core. Safe to use from many threads.
 
-    `layout` is what the core takes, of which parts are read; `own` is that of the dataset.
+    `layout` is the one that the core reads parts of; `own` is that of the dataset.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class CoreReader:
         self._is_far = tables.far is not None
         if tables.far is not None:
             call_when_gone(self, FarSources.close, tables.far)
-        self.can_read = tables.can_read[0]  # any of it, by the core
+        self.can_read = tables.can_read[0]  # whether the core can
         self._room = ScratchSize.of([layout])
         self._lanes: list[_Lane] = []
         self._alone_nbytes = _ALONE_NBYTES
@@ -170,9 +170,9 @@ class CoreReader:
         self._call, self._offset = core.read_selected, core.Selected.samples.offset
 
     def deliver(self, dtype: np.dtype[Any]) -> None:
-        """Have small selections delivered in a dtype, equal to that of the dataset."""
+        """Set the dtype of small selections' arrays, which equals that of the dataset."""
         self._dtype, self._has_buffer = dtype, True
-        try:  # arrays that are buffers tell ctypes their address sooner
+        try:  # ctypes gets the address of arrays that are buffers faster
             _from_buffer(np.empty(1, dtype))  # type: ignore[arg-type]
         except (TypeError, ValueError):
             self._has_buffer = False
@@ -194,7 +194,7 @@ class CoreReader:
         samples: Int64s | None = None,
         places: Int64s | None = None,
     ) -> None:
-        """Read parts; see `Selected` of the core. `arrays` are what `out` is in."""
+        """Read parts; see `Selected` of the core. `arrays` hold the memory at `out`."""
         lane = self._lane()
         if not self.can_read:
             self._read_left(np.arange(count), lane.scratch, arrays)
@@ -217,14 +217,14 @@ class CoreReader:
         self._give_back(lane)
 
     def _read_small(self, out: NDArray[Any], call: tuple[int, ...]) -> Any:
-        """Read a part to an array, by the members of a call; None if that fails."""
+        """Read a part into an array; `call` has the members of `Selected`. None if it fails."""
         try:
             lane = self._lanes.pop()
         except IndexError:
             lane = self._lane()
         self._pack(lane.struct, self._offset, *call)
         if self._call(lane.pointer):
-            return None  # it is read again, to learn why
+            return None  # it is read again, to find out why
         self._give_back(lane)
         return out if out.shape else out[()]
 
@@ -236,7 +236,7 @@ class CoreReader:
     def _is_copied(self, nbytes: int) -> bool:
         """Tell whether one thread reads a selection as fast as several.
 
-        If the last one needed no chunk to be decoded, this one does not, either, most likely.
+        If the previous one needed no chunk decoded, this one most likely needs none, either.
         """
         is_copied = not self._decodes and nbytes <= _LIKELY_NBYTES
         self._decodes = False
@@ -254,11 +254,11 @@ class CoreReader:
         raise AssertionError("all of the dataset is read by the core")
 
     def read(self, selection: Selection, out: NDArray[Any]) -> None:
-        """Read a selection to an array of its shape, C-contiguous."""
+        """Read a selection into a C-contiguous array of its shape."""
         self._steadily(self._read_selection, selection, out)
 
     def _steadily(self, read: Callable[..., None], *arguments: Any) -> None:
-        """Read again what was read while the file changed: parts may be older than others."""
+        """Read again if the file changed meanwhile: some parts may be older than others."""
         for _ in range(_TRIES):
             changes = self._changes
             read(*arguments)
@@ -297,14 +297,14 @@ class BoxReader(CoreReader):
         self._pack = _packer(3 * rank)
         self._alone_nbytes = _ALONE_NBYTES if own.filters else _ALONE_COPIED_NBYTES
         self.cells: Sequence[int] = own.chunk_shape
-        if not own.chunk_shape:  # cut along the first dimension: what is read lies together
+        if not own.chunk_shape:  # cut along the first dimension: each part is contiguous
             first = next((axis for axis, size in enumerate(own.shape) if size > 1), 0)
             self.cells = [1 if axis == first else max(1, n) for axis, n in enumerate(own.shape)]
 
     def read_small(self, key: tuple[Any, ...]) -> Any:
-        """Return what a key selects if that is a small box; None if not.
+        """Return the values that a key selects if they are a small box; None if not.
 
-        That is what `read_box` does, in as few calls of Python as possible.
+        Does the same as `read_box`, with as few Python calls as possible.
         """
         box = parts_of_box(key, self._shape)
         if box is None:
@@ -319,9 +319,9 @@ class BoxReader(CoreReader):
         return self._read_small(out, more)
 
     def read_box(self, box: Box, out: NDArray[Any]) -> None:
-        """Read a box to an array of its shape, with any strides, of the dataset's dtype."""
+        """Read a box into an array of its shape, any strides, and the dataset's dtype."""
         strides = list(out.strides)
-        if len(strides) < len(box.size):  # dimensions of integers are missing there
+        if len(strides) < len(box.size):  # `out` lacks dimensions indexed by integers
             rest = iter([by for by, n in zip(strides, out.shape, strict=True) if n != 1])
             strides = [0 if n == 1 else next(rest) for n in box.size]
         self._steadily(self._read_box, box, out, strides)
@@ -377,7 +377,7 @@ class BoxReader(CoreReader):
             self._read_box(box, out, strides)
 
     def _read_places(self, places: Int64s, size: list[int], step: list[int], out: Any) -> None:
-        """Read parts of equal size, which are apart, to an array that has them in turn."""
+        """Read scattered parts of equal size into an array, one after the other."""
         strides = strides_of(size, self._itemsize)
         nbytes, count = math.prod(size) * self._itemsize, len(places)
         parts = 1 if out.nbytes <= _ALONE_NBYTES else min(count, self._threads.count * _PARTS)
@@ -395,7 +395,7 @@ class BoxReader(CoreReader):
 
 
 class RowsReader(CoreReader):
-    """Reads rows of a dataset whose values lie in others, or parts of its rows."""
+    """Reads rows, or parts of rows, of a dataset whose values lie in other datasets."""
 
     def __init__(self, core: Core, own: DatasetLayout, *more: Any, is_cut: bool) -> None:
         layout = shared(own)
@@ -407,7 +407,7 @@ class RowsReader(CoreReader):
         self._layout = layout
 
     def read_small(self, key: tuple[Any, ...]) -> Any:
-        """Return the rows that a key selects if they are few, and whole; None if not."""
+        """Return the rows that a key selects if they are few and whole; None if not."""
         box = parts_of_box(key, self.own.shape)
         if box is None or self._layout.crop is not None or self._is_far or not self.can_read:
             return None
@@ -427,7 +427,7 @@ class RowsReader(CoreReader):
         samples = np.arange(box.size[0]) * box.step[0] + box.begin[0]
         if index is not None and selection.axis == 0:
             samples = index
-        # Along the other dimensions, all between the first and the last is read.
+        # Along the other dimensions, everything from the first to the last index is read.
         size = [(n - 1) * by + 1 for n, by in zip(box.size[1:], box.step[1:], strict=True)]
         is_plain = index is None and selection.mask is None and size == box.size[1:]
         found = out.reshape(len(samples), *size) if is_plain else None
@@ -472,7 +472,7 @@ class RowsReader(CoreReader):
 
 
 class H5pyReader:
-    """Reads selections of a dataset through h5py, one thread at a time, as it is checked."""
+    """Reads selections of a dataset through h5py, one thread at a time, and checks its chunks."""
 
     def __init__(self, own: DatasetLayout) -> None:
         self.own = own
@@ -481,7 +481,7 @@ class H5pyReader:
         self._scratch = Scratch.allocate(0, 0, 0)
 
     def read_key(self, key: tuple[Any, ...], selection: Selection) -> NDArray[Any]:
-        """Return what a key selects, which `selection` describes."""
+        """Return the values that a key selects; `selection` describes it."""
         found: list[Any] = []
         box = selection.bounds
         rows = np.arange(box.size[0]) * box.step[0] + box.begin[0]
@@ -493,5 +493,5 @@ class H5pyReader:
         try:
             self._reader.read(self.own, wanted, work, self._checks, self._scratch)
         finally:
-            self._reader.close()  # as HDF5 locks what it has open
+            self._reader.close()  # because HDF5 locks files that it has open
         return np.asarray(found[0])

@@ -1,9 +1,9 @@
-"""Reads small selections of a dataset that HDF5 has open: they cost less than tables for the core.
+"""Reads small selections of a dataset open in HDF5: cheaper than making tables for the core.
 
-A key and an open dataset enter; values leave, or None if there is any doubt, so that the core reads
-them. What has no filters is read only if all of it is stored: HDF5 says where, or reads it itself
-if it has to be converted, or cut. Chunks with filters are fetched by HDF5, and decoded by the core,
-which notices where they are damaged.
+A key and an open dataset enter; values leave, or None if there is any doubt: then the core reads
+them. A dataset without filters is read only if all of it is stored: HDF5 says where, or reads it
+itself if values have to be converted or cut. HDF5 fetches chunks with filters, and the core decodes
+them, which detects damage.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from h5async.io.source import Source
 from h5async.io.stores import LocalSource
 from h5async.read.coretables import Scratch, encoded_room
 
-# What HDF5 copies in about the time in which it opens a file, and what one thread decodes in it.
+# Bytes that HDF5 copies, and that a thread decodes, in about the time that opening a file takes.
 COPIED_NBYTES, _DECODED_NBYTES, _MOST_CHUNKS = 8 << 20, 1 << 20, 32
 _ENCODED_NBYTES = encoded_room(_DECODED_NBYTES)  # at most
-_KNOWN, _KEY_NBYTES = 64, 4096  # datasets of a file that are stored unlike; what tells them apart
+_KNOWN, _KEY_NBYTES = 64, 4096  # storage forms remembered per file; size of their keys
 # `AskHDF5` of the core
 _ASKED = (
     "H5Dget_type H5Dget_create_plist H5Dget_space H5Dget_offset H5Idec_ref H5Tencode H5Pget_layout"
     " H5Pget_chunk H5Pget_external_count H5Pget_nfilters H5Pget_filter2 H5Sget_simple_extent_dims"
     " H5Sget_simple_extent_type"
 ).split()
-_memory = (ctypes.c_char * 1).from_buffer  # of an array; sooner than its address
+_memory = (ctypes.c_char * 1).from_buffer  # of an array; faster than its address
 _scratches: list[Scratch] = []
 
 
 class Stored(NamedTuple):
-    """How a dataset is stored: its dtype, and a storage of HDF5; if that is chunks, of what kind.
+    """How a dataset is stored: its dtype and HDF5 storage; if chunked, its chunk shape and filters.
 
-    It `is_numpys` if elements are stored as numbers of NumPy are in memory.
+    `is_numpys`: elements are numbers, stored as NumPy has them in memory.
     """
 
     dtype: np.dtype[Any]
@@ -57,7 +57,7 @@ class Stored(NamedTuple):
 
     @classmethod
     def of(cls, node: h5py.h5d.DatasetID) -> Stored:
-        """Return it of an open dataset; external files are virtual storage here."""
+        """Return the storage of an open dataset; external files count as virtual storage."""
         dtype = node.dtype
         is_numpys = dtype.kind in "iuf" and bool(h5py.h5t.py_create(dtype) == node.get_type())
         if node.get_offset() is not None:  # which only contiguous values in this file have
@@ -87,7 +87,7 @@ def described(
 ) -> tuple[Stored, tuple[int, ...] | None] | None:
     """Return how a dataset is stored, and its shape, by one call; None if h5py has to be asked.
 
-    `known` keeps what datasets were, by what the core says of them: most of a file are alike.
+    `known` caches storage by the core's description: most datasets of a file are alike.
     """
     core, functions = load_core(), _asked()
     if core is None or functions is None:
@@ -116,7 +116,7 @@ def read_at_once(
     key: tuple[Any, ...],
     selection: Selection,
 ) -> Any:
-    """Return what a key selects; None if the core has to read it, or if that fails."""
+    """Return the values that a key selects; None if the core has to read them, or on failure."""
     dtype = stored.dtype
     if stored.is_elsewhere:
         return None
@@ -144,7 +144,7 @@ def read_at_once(
 
 
 def _begins_at(selection: Selection, shape: tuple[int, ...]) -> int | None:
-    """Return the number of the first element if all that are selected follow it; None if not."""
+    """Return the number of the first selected element if they are contiguous; None if not."""
     if selection.indices is not None or selection.mask is not None:
         return None
     first, stride, are_whole = 0, 1, True
@@ -159,23 +159,23 @@ def _begins_at(selection: Selection, shape: tuple[int, ...]) -> int | None:
 
 
 class OpenDataset:
-    """A dataset that HDF5 has open. It reads what h5py does, but keeps what that makes each time.
+    """A dataset open in HDF5. Reads as h5py does, but keeps objects that h5py makes for each read.
 
-    No other object refers to those of h5py in here, which the garbage collector must not close.
+    Nothing else refers to the h5py objects in here, which the garbage collector must not close.
     """
 
     def __init__(self, node: h5py.h5d.DatasetID) -> None:
         self._node, self._dtype, self._shape = node, node.dtype, node.shape
         self._type = h5py.h5t.py_create(node.dtype)
-        self._spaces: list[tuple[h5py.h5s.SpaceID, h5py.h5s.SpaceID]] = []  # that no thread uses
+        self._spaces: list[tuple[h5py.h5s.SpaceID, h5py.h5s.SpaceID]] = []  # unused by any thread
 
     @cached_property
     def dataset(self) -> h5py.Dataset:
-        """What it is to h5py, which caches facts."""
+        """Its h5py object, which caches facts."""
         return h5py.Dataset(self._node, readonly=True)
 
     def read(self, key: tuple[Any, ...]) -> Any:
-        """Return what a key selects."""
+        """Return the values that a key selects."""
         box = parts_of_box(key, self._shape) if self._shape else None
         if box is None or not all(box[1]):
             return self.dataset[key]
@@ -204,7 +204,7 @@ def _decoded(
     shape: tuple[int, ...],
     selection: Selection,
 ) -> NDArray[Any] | None:
-    """Return what is selected of chunks with filters."""
+    """Return the selected values of chunks with filters; None if the core has to read them."""
     chunk, dtype = stored.chunk_shape, stored.dtype
     is_possible = stored.is_numpys and selection.mask is None and len(shape) <= MAX_RANK
     pipeline = _pipeline(stored.filters)
@@ -228,7 +228,7 @@ def _decoded(
     ]
     if not _decode(node, corners, pipeline, len(stored.filters), whole):
         return None
-    if count > numbers[0]:  # chunks that are neighbours along other dimensions are not so in memory
+    if count > numbers[0]:  # neighbours along other dimensions are not adjacent in memory
         axes = [at + part * len(chunk) for at in range(len(chunk)) for part in range(2)]
         whole = whole.reshape(*numbers, *chunk).transpose(axes)
     whole = whole.reshape(list(map(operator.mul, numbers, chunk)))
@@ -247,7 +247,7 @@ def _decode(
     num_filters: int,
     out: NDArray[Any],
 ) -> bool:
-    """Decode chunks to an array of them; False if one is not stored, or damaged."""
+    """Decode chunks into an array; False if one is not stored, or damaged."""
     core, functions = load_core(), _functions()
     if core is None or not all(functions):
         return False
@@ -270,6 +270,6 @@ def _decode(
 
 @cache
 def _functions() -> tuple[int, int]:
-    """Return the addresses of HDF5's functions that look chunks up, and read them; 0: unknown."""
+    """Return the addresses of HDF5's functions to look up and read chunks; 0 if unknown."""
     read = function_address("H5Dread_chunk1") or function_address("H5Dread_chunk")
     return function_address(LOOK_UP), read

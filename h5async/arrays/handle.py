@@ -1,8 +1,8 @@
-"""Holds a file that HDF5 has open beside the program's own, and what is open to read its datasets.
+"""Keeps a file open in HDF5, apart from the program's own handles, to read its datasets.
 
-HDF5 keeps a local file open without a lock on it, by a driver for which it is another file than one
-that the program opens, to read or to write. Once the file has changed, or this process writes to
-it, it is opened anew each time, so that no metadata are used that HDF5 remembers.
+A local file is kept open without a lock, by a driver that makes it a different file to HDF5 than
+one that the program opens, to read or to write. Once the file has changed, or this process writes
+to it, it is opened anew each time, so that no metadata are used that HDF5 has cached.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from h5async.reader import lifetime
 from h5async.system.interruptions import call_when_gone, interruption, passing, suppressing
 from h5async.system.resources import usable_cores
 
-_RECENT = 32  # datasets that have files and memory to read with
+_RECENT = 32  # datasets that keep files and memory to read with
 
 
 class InUse(Protocol):
-    """A dataset that has files and memory to read with, until it is closed."""
+    """A dataset that holds files and memory to read with, until it is closed."""
 
     def close(self) -> None:
-        """Give them back."""
+        """Release them."""
 
 
 class Attributes(Mapping[str, Any]):
-    """The attributes of an object. One that cannot be read raises so."""
+    """The attributes of an object. Access to one that cannot be read raises its error."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self._values = values
@@ -70,7 +70,7 @@ class Attributes(Mapping[str, Any]):
 
 
 class _Opened(NamedTuple):
-    """A file that HDF5 has open: its state, and the group and objects that were found last."""
+    """A file open in HDF5, with its state, and the group and objects that were found last."""
 
     file: HDF5File
     stamp: FileStamp
@@ -78,10 +78,10 @@ class _Opened(NamedTuple):
     objects: dict[str, tuple[Located, Any]]
 
 
-# Of this process, by their IDs and states: HDF5 shares what it knows among those of the same file.
+# Of this process, by ID and state: HDF5 shares its caches among handles of the same file.
 _kept_files: WeakValueDictionary[tuple[int, FileStamp], HDF5File] = WeakValueDictionary()
-# What handles that are gone had open. The garbage collector may run while HDF5 calls Python, which
-# must not be made to close anything then.
+# Objects left open by handles that are gone. The garbage collector may run while HDF5 calls Python,
+# when nothing must be closed.
 _left: list[dict[Any, Any]] = []
 
 
@@ -104,13 +104,13 @@ def _close_left() -> None:
             for one in held.values():
                 if isinstance(one, _Opened):
                     one.file.close()
-            held.clear()  # (a cycle of `call_when_gone` has it)
+            held.clear()  # (`call_when_gone` keeps it in a cycle)
 
 
 class Handle:
-    """A file by its path, as it was the first time that it was opened.
+    """A file by its path, in the state in which it was opened first.
 
-    Safe to use from many threads. `arguments` make another one.
+    Safe to use from many threads. `arguments` are those to create another one.
     """
 
     def __init__(
@@ -139,19 +139,19 @@ class Handle:
         self._lock = threading.RLock()
         self._stamp: FileStamp | None = None
         self.kept_file: _Opened | None = None
-        self.held: dict[Any, Any] = {}  # all that h5py has open for it
+        self.held: dict[Any, Any] = {}  # everything that h5py has open for it
         call_when_gone(self, _close_soon, self.held)
         self._ahead, self._num_forks = Ahead(), lifetime.num_forks
         self.known: dict[bytes, Stored] = {}
         self._is_closed = False
 
     def close(self) -> None:
-        """Close what reading has open. Idempotent; datasets cannot be read any more."""
+        """Close everything opened to read; datasets can no longer be read. Idempotent."""
         self._is_closed = True
         self.release()
 
     def release(self) -> None:
-        """Close what reading has open, until something is read again."""
+        """Close everything opened to read, until something is read again."""
         with self._lock:
             recent, self._recent, self.kept_file = list(self._recent), {}, None
             self.held.pop(self.path, None)
@@ -170,14 +170,14 @@ class Handle:
     def open_object(
         self, path: str, files: contextlib.ExitStack, *, may_differ: bool = False
     ) -> tuple[Located, Any]:
-        """Open the object at a path in HDF5, until `files` are closed; `DatasetError` if none is.
+        """Open the object at a path in HDF5, until `files` are closed.
 
-        `ReadError` if the file is not as it was the first time, unless it `may_differ`.
+        Raises `DatasetError` if none is there, `ReadError` if the file changed but may not differ.
         """
         self.require_open()
         if _left:
             _close_left()
-        if not self.is_near:  # in turns, so that each thread has what others have fetched
+        if not self.is_near:  # in turns, so that each thread can use what others fetched
             files.enter_context(self._lock)
             files.enter_context(self._far().used())
         with self._lock:
@@ -192,13 +192,13 @@ class Handle:
         return found
 
     def _far(self) -> Ahead:
-        """Return what keeps what was read of far files, in this process."""
+        """Return this process's far sources, which keep what was read of them."""
         if self._num_forks != lifetime.num_forks:
             self._ahead, self._num_forks = Ahead(), lifetime.num_forks
         return self._ahead
 
     def layout(self, path: str, located: Located, node: h5py.h5d.DatasetID) -> DatasetLayout:
-        """Return the layout of a dataset that is open: a saved one while it is valid."""
+        """Return the layout of an open dataset: the one of a saved index while that is valid."""
 
         def read(_: object, names: Iterable[str], reach: Reach) -> dict[str, DatasetLayout]:
             found = Indexer(located.file, reach).layout(located.path, node, (), 0)
@@ -212,9 +212,9 @@ class Handle:
         return read(None, [path], self.reach)[path]
 
     def kept_object(self, path: str) -> tuple[Located, Any] | None:
-        """Return an object that HDF5 has open, of a local file; None if it has not.
+        """Return an object of a local file if HDF5 has kept it open; None if not.
 
-        Once it was read, `is_kept` tells whether that is valid.
+        After reading from it, `is_kept` tells whether the values are valid.
         """
         kept = self.kept_file
         return None if kept is None else kept.objects.get(path)
@@ -233,18 +233,18 @@ class Handle:
         return Attributes(found)
 
     def is_kept(self, file: HDF5File | None = None) -> bool:
-        """Tell whether HDF5 has the file open, else by a `file`, and it is as it was."""
+        """Tell whether the kept file, or else `file`, is open and unchanged."""
         kept = self.kept_file
         file = file if kept is None else kept.file
         return file is not None and file.source.stamp() == self._stamp
 
     def _current_file(self) -> _Opened | None:
         kept = self.kept_file
-        # HDF5 writes to a file when it opens it for writing: after that, it is not as it was.
+        # HDF5 writes to a file when it opens it for writing: then it counts as changed.
         return None if kept is None or kept.file.source.stamp() != self._stamp else kept
 
     def _open(self, files: contextlib.ExitStack, may_differ: bool) -> _Opened:
-        """Open the file until `files` are closed, or for long if that does no harm."""
+        """Open the file until `files` are closed, or keep it open if that does no harm."""
         self.kept_file = None
         self.held.pop(self.path, None)
         file = files.enter_context(open_index(self.path))
@@ -252,10 +252,10 @@ class Handle:
         if self._stamp is None:
             self._stamp = stamp
         if stamp != self._stamp and not (may_differ and stamp.file_id == self._stamp.file_id):
-            raise changed(self.filename, "it is not as it was when it was opened")
+            raise changed(self.filename, "it has changed since it was opened")
         is_written = file.id.get_intent() & h5py.h5f.ACC_RDWR or file.swmr_mode
         if self.is_near and not is_written and len(_kept_files) < affordable_files():
-            with suppressing(OSError):  # it is another one by now
+            with suppressing(OSError):  # it was replaced meanwhile
                 apart = open_apart(str(self.path))
                 if apart.source.stamp() == stamp and not _knows_another(stamp):
                     _kept_files[id(apart), stamp] = apart
@@ -288,9 +288,9 @@ class Handle:
             raise ReaderClosedError(f"{self.filename} was closed; open it again")
 
     def notes_use(self, dataset: InUse) -> bool:
-        """Note that a dataset is used; return whether it is one of those that were used last.
+        """Note the use of a dataset; return whether it is one of those used last.
 
-        Those that were used long ago are closed.
+        Closes those that were not used for long.
         """
         self.require_open()
         with self._lock:

@@ -40,7 +40,7 @@ from h5async.reader import lifetime
 from h5async.spelling import named
 from h5async.system.interruptions import interruption, suppressing
 
-# A selection of so many bytes is always read; a larger one, if its files have a part of them.
+# Selections up to _LEAST_NBYTES are always read; larger ones, up to _TIMES_STORED times the files.
 _LEAST_NBYTES, _TIMES_STORED = 64 << 20, 1024
 _NULL, _REGIONS = h5py.h5s.NULL, (h5py.RegionReference, h5py.MultiBlockSlice)
 _FACTS = frozenset(
@@ -67,7 +67,7 @@ class Dataset:
         As in h5py.
     """
 
-    # They call `__getitem__`, and ask for no more than what is here.
+    # These call `__getitem__`, and need no more of a dataset than this class has.
     asstr, astype, fields = h5py.Dataset.asstr, h5py.Dataset.astype, h5py.Dataset.fields
     iter_chunks = h5py.Dataset.iter_chunks
 
@@ -92,12 +92,12 @@ class Dataset:
 
     @cached_property
     def layout(self) -> DatasetLayout | None:
-        """What the core has to know of it; None if only HDF5 can read it."""
+        """Its layout, for the core; None if only HDF5 can read it."""
         if self.dtype.hasobject or not self._shape:
             return None
         with self.file.opened(self._path, may_differ=True) as (located, node):
             if (node.shape, Stored.of(node)) != (self._shape, self.stored):
-                raise changed(self.file.filename, f'dataset "{self.name}" is another one')
+                raise changed(self.file.filename, f'dataset "{self.name}" was replaced')
             return self._read_layout(located, node)
 
     def _read_layout(self, located: Located, node: h5py.h5d.DatasetID) -> DatasetLayout | None:
@@ -111,7 +111,7 @@ class Dataset:
         return self.file.attributes(self.name)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what h5py knows of it, read when it is first asked for."""
+        """Return an attribute that h5py's dataset has, read on first access."""
         if name not in _FACTS:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         with self.file.opened(self._path) as (_, node), reading(self._where):
@@ -147,7 +147,7 @@ class Dataset:
 
     def __len__(self) -> int:
         if not self._shape:
-            raise TypeError(f"{self._where}: it has no dimension, so no length")
+            raise TypeError(f"{self._where}: it has no dimensions, so it has no length")
         return int(self._shape[0])
 
     def __bool__(self) -> bool:
@@ -161,16 +161,16 @@ class Dataset:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         if copy is False:
-            raise ValueError("a dataset cannot be made an array without a copy")
+            raise ValueError("a dataset cannot be converted to an array without a copy")
         if self._shape is None:
-            raise TypeError(f"{self._where}: it is empty, so it is no array")
+            raise TypeError(f"{self._where}: it is empty, and cannot become an array")
         return np.asarray(self.__getitem__(..., dtype))
 
     def __iter__(self) -> Iterator[Any]:
         return (self[number] for number in range(len(self)))
 
     def __getitem__(self, key: Any, new_dtype: Any = None) -> Any:
-        """Return what a key selects, as h5py does."""
+        """Return the values that a key selects, as h5py does."""
         if type(key) is not tuple:
             key = (key,)
         reader = self._small_reader
@@ -188,17 +188,17 @@ class Dataset:
             raise SelectionError(f"{self._where} of shape {self._shape}: {error}") from error
 
     def read_direct(self, dest: NDArray[Any], source_sel: Any = None, dest_sel: Any = None) -> None:
-        """Read what `source_sel` selects to what `dest_sel` selects of an array, as h5py does."""
+        """Read the selection `source_sel` into ``dest[dest_sel]``, as h5py does."""
         at = dest_sel if isinstance(dest_sel, tuple) else (... if dest_sel is None else dest_sel,)
         if not any(part is Ellipsis for part in at):
-            at = (*at, ...)  # so that it is no scalar
+            at = (*at, ...)  # so that the target is a view, not a scalar
         target = dest[at]
         source_sel = () if source_sel is None else source_sel
         key = source_sel if isinstance(source_sel, tuple) else (source_sel,)
         box = box_of(key, self._shape) if self._reads_boxes() else None  # type: ignore[arg-type]
         is_alike = box is not None and target.dtype == self.dtype and target.shape == box.shape
         if box is None or not is_alike or not np.may_share_memory(target, dest):
-            dest[at] = self.__getitem__(source_sel, target.dtype)  # (a list makes a copy)
+            dest[at] = self.__getitem__(source_sel, target.dtype)  # (a list would copy)
         elif target.size and self._box_reader is not None:
             self._box_reader.read_box(box, target)
 
@@ -221,7 +221,7 @@ class Dataset:
         if any(part is None for part in key):
             raise SelectionError("None (np.newaxis) adds a dimension, which is not supported")
         if self._num_forks != lifetime.num_forks:
-            self._reset()  # what another process has open is of no use here
+            self._reset()  # objects opened by the parent process are of no use here
         opened = self.file.kept_object(self._path)
         if self.dtype.hasobject and opened is not None and self._small_reader is None:
             if new_dtype is None and self._kept_open(opened[1]) is not None:
@@ -279,7 +279,7 @@ class Dataset:
         return raw.view(base)
 
     def _at_once(self, key: tuple[Any, ...], selection: Selection) -> Any:
-        """Return what HDF5 reads that has the dataset open; None if the core is to read it."""
+        """Return values read through the dataset open in HDF5; None if the core is to read them."""
         if not self.file.is_near or self.dtype.hasobject:
             return None
         try:
@@ -289,13 +289,13 @@ class Dataset:
                 source = located.file.source
                 found = read_at_once(source, node, self.stored, self.shape, key, selection)
                 return found if self.file.is_kept(located.file) else None
-        except Exception as error:  # it is read again, to learn why
+        except Exception as error:  # it is read again, to find out why
             if interruption(error) is not None or isinstance(error, ReaderClosedError):
                 raise
             return None
 
     def _reads_boxes(self) -> bool:
-        """Whether boxes are read to any memory of the dtype of the dataset."""
+        """Tell whether boxes can be read straight into memory of the dataset's dtype."""
         if self._num_forks != lifetime.num_forks:
             self._reset()
         layout = self.layout
@@ -304,7 +304,7 @@ class Dataset:
         return self._box_reader is not None
 
     def _reader(self, layout: DatasetLayout, selection: Selection) -> Any:
-        """Return what reads the values that a layout describes; None if only h5py can."""
+        """Return the reader for a selection of the values that a layout describes."""
         core = load_core()
         way = "h5py"
         if core is not None and layout.segments is not None:
@@ -332,7 +332,7 @@ class Dataset:
                 self._small_reader = rows
             return rows
         reader = BoxReader(core, *more)
-        if not reader.can_read:  # it has as many dimensions as HDF5 permits
+        if not reader.can_read:  # it has the maximum number of dimensions
             return H5pyReader(layout)
         if is_plain:
             reader.deliver(self.dtype)
@@ -340,7 +340,7 @@ class Dataset:
         return reader
 
     def _through_h5py(self, key: tuple[Any, ...], selection: Selection | None) -> Any:
-        """Return what a key selects of what the core cannot describe."""
+        """Return the values that a key selects, of a dataset that has no layout."""
         if self.stored.is_elsewhere and self.layout is None:
             raise ReadError(
                 f"{self._where}: its values lie in other files, and only HDF5 understands them, or"
@@ -351,7 +351,7 @@ class Dataset:
         with self.file.opened(self._path) as (_, node), reading(self._where):
             held = self._kept_open(node)
             dataset = h5py.Dataset(node, readonly=True) if held is None else held.dataset
-            if selection is not None:  # h5py takes some keys for others, or fails
+            if selection is not None:  # h5py misunderstands some keys, or fails
                 return np.asarray(dataset[key_of(selection)]).reshape(selection.shape)
             try:
                 return dataset[key]
@@ -361,7 +361,7 @@ class Dataset:
                 raise SelectionError(str(error)) from error
 
     def _kept_open(self, node: h5py.h5d.DatasetID) -> OpenDataset | None:
-        """Have later selections read of an open dataset, and return it; None if that is unsafe."""
+        """Keep a dataset open for later selections, and return it; None if that is unsafe."""
         if self.file.kept_object(self._path) is None or self.stored.is_elsewhere:
             return None
         self.file.notes_use(self)
@@ -370,25 +370,25 @@ class Dataset:
         return held
 
     def close(self) -> None:
-        """Give back what reading takes; it is made again when needed."""
+        """Release all resources to read; they are created again when needed."""
         with self._opening:
             self._reset()
 
 
 class _OpenReader:
-    """Reads of a dataset that HDF5 has open."""
+    """Reads selections of a dataset that is open in HDF5."""
 
     def __init__(self, file: Handle, opened: OpenDataset) -> None:
         self._file, self._kept, self._opened = file, file.kept_file, opened
 
     def read_small(self, key: tuple[Any, ...]) -> Any:
-        """Return what a key selects; None if it fails, or the file is not open any more."""
+        """Return the values that a key selects; None if it fails, or the file was closed."""
         file = self._file
         if file.kept_file is not self._kept:
             return None
         try:
             found = self._opened.read(key)
-        except Exception as error:  # it is read again, to learn why
+        except Exception as error:  # it is read again, to find out why
             if interruption(error) is not None:
                 raise
             return None
@@ -400,7 +400,7 @@ def _dataset_of(file: Any, name: str) -> Any:
 
 
 def _with_extra(selection: Selection, extra: tuple[int, ...]) -> Selection:
-    """Return a selection with the dimensions of an array type, of which all is taken."""
+    """Return a selection with the dimensions of an array type added, and taken whole."""
     begin, size, step, shape = selection.box
     more = len(extra)
     if not more:
@@ -413,12 +413,12 @@ def _with_extra(selection: Selection, extra: tuple[int, ...]) -> Selection:
 
 
 def _converted(values: NDArray[Any], own: np.dtype[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return values of another dtype, as HDF5 converts them; of compounds, those that it names."""
+    """Convert values to a dtype as HDF5 does; of compounds, only members that it names."""
     if own == dtype:
         return values
     mine, wanted = _with_members(own), _with_members(dtype)
     if mine.names and wanted.names and (own.names or dtype.names):
-        found = np.zeros(values.shape, wanted)  # as members that are not stored are
+        found = np.zeros(values.shape, wanted)  # members that are not stored are 0
         for name in set(mine.names).intersection(wanted.names):
             found[name] = _converted(values.view(mine)[name], mine[name], wanted[name])
         return found.view(dtype)
@@ -434,11 +434,11 @@ def _converted(values: NDArray[Any], own: np.dtype[Any], dtype: np.dtype[Any]) -
         types = h5py.h5t.py_create(own, logical=True), h5py.h5t.py_create(dtype)
         h5py.h5t.convert(*types, values.size, room)
         return room[: values.size * dtype.itemsize].view(dtype).reshape(values.shape)
-    except (OSError, TypeError) as error:  # also of objects, which have no bytes
+    except (OSError, TypeError) as error:  # also for objects, which have no bytes
         raise SelectionError(f"HDF5 does not convert {own} to {dtype}: {error}") from error
 
 
 def _with_members(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return what HDF5 takes a dtype for: of complex numbers, a compound."""
+    """Return a dtype as HDF5 sees it: complex numbers are compounds."""
     part = f"{dtype.byteorder}f{dtype.itemsize // 2}"
     return np.dtype([("r", part), ("i", part)]) if dtype.kind == "c" else dtype

@@ -1,4 +1,4 @@
-"""Opens files for reading by indexing: `open_file`, groups, and what is known of their datasets.
+"""Opens files to read by indexing: `open_file`, and the classes of files, groups and datatypes.
 
 A path enters; groups and lazy datasets leave.
 """
@@ -57,7 +57,7 @@ class Group(Mapping[str, Any]):
             if not name:
                 return None
         if not isinstance(name, str | bytes):
-            raise TypeError(f"objects are found by their names, found {type(name).__name__}")
+            raise TypeError(f"a key must be a name or a reference, found {type(name).__name__}")
         name = name_text(name)
         return "/".join(components(name if name[:1] == "/" else f"{self.name}/{name}"))
 
@@ -68,7 +68,7 @@ class Group(Mapping[str, Any]):
         return len(self._names)
 
     def __contains__(self, name: object) -> bool:
-        """Tell whether there is such a link, as h5py does: it may lead nowhere."""
+        """Tell whether there is a link of this name, as h5py does: it may lead nowhere."""
         path = self._path_of(name)
         if not name or not path:
             return path == "" and bool(name)
@@ -111,8 +111,8 @@ def _node_of(file: File, name: str) -> Any:
 class File(Handle, Group):
     """An HDF5 file whose datasets are read by indexing; see `open_file`.
 
-    Safe to use from many threads. A pickle has its path and options, and opens the file again. A
-    file that is not closed does no harm: HDF5 does not lock it.
+    Safe to use from many threads. A pickle holds its path and options, and opens the file again.
+    Leaving a file unclosed does no harm: HDF5 does not lock it.
     """
 
     def __init__(
@@ -177,8 +177,8 @@ class File(Handle, Group):
 
 
 def _names_in(node: h5py.h5g.GroupID) -> Iterator[str]:
-    """Return the names in a group, in the order of creation if it has kept that, as in h5py."""
-    group = h5py.Group(h5py.h5g.open(node, b"."))  # (a file does not know it of its root)
+    """Return the names in a group, in the order of creation if that is tracked, as in h5py."""
+    group = h5py.Group(h5py.h5g.open(node, b"."))  # (the file object does not know it of its root)
     orders = group.id.get_create_plist().get_link_creation_order()
     index = h5py.h5.INDEX_CRT_ORDER if orders & h5py.h5p.CRT_ORDER_TRACKED else h5py.h5.INDEX_NAME
     return (name_text(name) for name, _ in names_in(group, index=index))
@@ -205,9 +205,9 @@ def open_file(
     path
         A path, a URL, a file object, or a saved index of one file.
     num_threads
-        The number of threads that read a large selection; None: one for each usable core.
+        Number of threads that read a large selection; None: one for each usable core.
     cache_bytes
-        The memory for decoded chunks of recent selections, of each dataset.
+        Memory for decoded chunks of recent selections, per dataset.
     io, allow_external, allow_missing, storage_options, max_batch_bytes, cache, cache_dir, \
     index_cache
         As in `AsyncReader`.

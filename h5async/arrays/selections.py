@@ -1,7 +1,7 @@
-"""Understands what is written in brackets: keys enter, and parts of a dataset leave. Pure.
+"""Interprets the keys of an indexing expression: keys enter, parts of a dataset leave. Pure.
 
 Keys are those of h5py: integers, slices with steps, Ellipsis, one list of ascending indices or one
-mask per key, or a mask of the whole dataset. What h5py refuses is a `SelectionError`.
+mask per key, or a mask of the whole dataset. Keys that h5py refuses raise `SelectionError`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Numbers = Sequence[int]
 
 
 class Box(NamedTuple):
-    """A regular part of a dataset: by dimension, its first index, its size, and its step.
+    """A regular part of a dataset: its first index, its size and its step along each dimension.
 
-    `shape` is that of the result: without the dimensions of integers.
+    `shape` is that of the result, without dimensions indexed by integers.
     """
 
     begin: list[int]
@@ -34,9 +34,9 @@ class Box(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """A box; if `indices` are given, it has all of dimension `axis`, of which these are wanted.
+    """A box; if `indices` are given, it spans dimension `axis`, along which they select.
 
-    `place` is the dimension of the result that `indices` count. `mask` is one of the whole dataset.
+    `place` is the corresponding dimension of the result. `mask` is one of the whole dataset.
     """
 
     box: Box
@@ -57,7 +57,7 @@ class Selection(NamedTuple):
 
     @property
     def bounds(self) -> Box:
-        """The smallest box that holds it, with the step of `box`, and the result before `taken`."""
+        """The smallest box around the selection, with the step of `box`; see `taken`."""
         if self.indices is None or not self.indices.size:
             return self.box
         first, last = int(self.indices[0]), int(self.indices[-1])
@@ -67,7 +67,7 @@ class Selection(NamedTuple):
         return self.box._replace(begin=begin, size=size, shape=tuple(shape))
 
     def taken(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Return what is selected of the values of `bounds`."""
+        """Return the selected ones of the values of `bounds`."""
         if self.mask is not None:
             found: NDArray[Any] = values[self.mask]
             return found
@@ -77,7 +77,7 @@ class Selection(NamedTuple):
 
 
 def box_of(key: tuple[Any, ...], shape: tuple[int, ...]) -> Box | None:
-    """Return the box of a key of integers, slices and Ellipsis; None if there is more in it."""
+    """Return the box of a key of integers, slices and Ellipsis; None for any other key."""
     found = parts_of_box(key, shape)
     return None if found is None else Box(*found)
 
@@ -85,7 +85,7 @@ def box_of(key: tuple[Any, ...], shape: tuple[int, ...]) -> Box | None:
 def parts_of_box(
     key: tuple[Any, ...], shape: tuple[int, ...]
 ) -> tuple[list[int], list[int], list[int], tuple[int, ...]] | None:
-    """Return the members of the box of a key, as `box_of` does."""
+    """Return the members of the `Box` that `box_of` returns."""
     begin: list[int] = []
     size: list[int] = []
     step: list[int] = []
@@ -116,7 +116,7 @@ def parts_of_box(
                 raise SelectionError(f"{part} is not a valid slice: {error}") from error
             if by < 1:
                 raise SelectionError(f"steps of slices must be 1 or more, found {by}")
-            by = min(by, extent + 1)  # a larger one does the same
+            by = min(by, extent + 1)  # a larger one has the same effect
             count = (stop - first + by - 1) // by if stop > first else 0
             kept.append(count)
         else:
@@ -142,7 +142,7 @@ def parts_of_box(
 
 
 def selection_of(key: tuple[Any, ...], shape: tuple[int, ...]) -> Selection:
-    """Return what any key selects; `SelectionError` if h5py would refuse it."""
+    """Return the selection of any key; raise `SelectionError` if h5py would refuse it."""
     plain = box_of(key, shape)
     if plain is not None:
         return Selection(plain)
@@ -171,7 +171,7 @@ def selection_of(key: tuple[Any, ...], shape: tuple[int, ...]) -> Selection:
     box = box_of(tuple(parts), shape)
     assert box is not None
     if index is not None and index.size:
-        is_empty = not all(box.size[:axis] + box.size[axis + 1 :])  # then h5py allows one more
+        is_empty = not all(box.size[:axis] + box.size[axis + 1 :])  # h5py allows one past the end
         if not 0 <= index[0] <= index[-1] < shape[axis] + is_empty:
             raise SelectionError(
                 f"indices are out of range for dimension {axis} of {shape[axis]} elements: {index}"
@@ -180,7 +180,7 @@ def selection_of(key: tuple[Any, ...], shape: tuple[int, ...]) -> Selection:
 
 
 def key_of(selection: Selection) -> Any:
-    """Return a plain key of a selection that is not empty; integers are slices of one element."""
+    """Return a plain key for a non-empty selection; integers become slices of one element."""
     if selection.mask is not None:
         return selection.mask
     several = zip(*selection.box[:3], strict=True)
@@ -215,7 +215,7 @@ def _plain(part: Any) -> Any:
 
 
 def _ascending(part: NDArray[Any], extent: int, axis: int) -> Int64s:
-    """Return indices that were given as indices or as a mask, counted from the front, unchecked."""
+    """Return indices, given as such or as a mask, counted from the front; range unchecked."""
     if part.dtype.kind == "b":
         if part.size != extent:
             raise SelectionError(
@@ -232,7 +232,7 @@ def _ascending(part: NDArray[Any], extent: int, axis: int) -> Int64s:
 def cut_box(box: Box, cells: Numbers, count: int) -> Iterator[tuple[list[int], list[int], Numbers]]:
     """Cut a box at the borders of cells into about `count` parts; there may be fewer.
 
-    Yields the beginning of each, its size, and where it begins in the box, in elements.
+    Yields the first index of each part, its size, and its place in the box, in elements.
     """
     several: list[list[tuple[int, int]]] = []
     numbers = []

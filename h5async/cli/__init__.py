@@ -26,7 +26,7 @@ from h5async.cli.options import spell_in_shell
 from h5async.cli.output import safe
 from h5async.config.frozen import hint_for
 
-_ADDRESS = re.compile(r"auto|local|ray://.+|[^/]+:\d+")  # of a cluster, which --ray may be without
+_ADDRESS = re.compile(r"auto|local|ray://.+|[^/]+:\d+")  # of a cluster; --ray takes it optionally
 _UsageError: Any = typer.BadParameter.__base__  # click's, or the copy in typer
 
 
@@ -34,7 +34,7 @@ class _Group(TyperGroup):
     def main(self, *arguments: Any, **options: Any) -> Any:
         """Run a command; if its output cannot be written, end with a message.
 
-        A pipe that its reader has closed ends it without one.
+        There is no message if the reader of a pipe has closed it.
         """
         if isinstance(sys.stdout, TextIOWrapper):
             # Names may have characters that the terminal lacks.
@@ -56,7 +56,7 @@ class _Group(TyperGroup):
             raise SystemExit(1) from error
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        """Give ``--ray`` without an address one: the parser knows no values that may be absent."""
+        """Add ``=auto`` to ``--ray`` without an address: the parser has no optional values."""
         pairs = itertools.zip_longest(args, args[1:], fillvalue="")
         is_bare = [one == "--ray" and not _ADDRESS.fullmatch(after) for one, after in pairs]
         typed = [f"{one}=auto" if bare else one for one, bare in zip(args, is_bare, strict=True)]
@@ -81,7 +81,7 @@ def _print_error(message: str) -> None:
 
 
 def _output_error() -> OSError | None:
-    """Return why standard output cannot be written, if so; then discard further output."""
+    """Return the error if standard output cannot be written, and discard further output."""
     if sys.stdout is None:
         return None
     try:

@@ -46,7 +46,7 @@ from h5async.spelling import named, printable, shell_word
 from h5async.system.resources import free_memory
 
 ORDERS: Mapping[str, Any] = {"in order": False, "window": "window", "shuffled": "full"}
-MEMORY_SHARE = 0.5  # of the free memory, in which a file may stay
+MEMORY_SHARE = 0.5  # of the free memory, that a file may stay in
 _COLD_SECONDS = 0.5
 _HEAD: tuple[str, ...] = (
     "samples a chunk",
@@ -57,7 +57,7 @@ _HEAD: tuple[str, ...] = (
     "cold, shuffled",
     *ORDERS,
 )
-# Options that trials have as they are typed.
+# Options that trials take as typed.
 _KEPT = (
     "batch_size",
     "num_threads",
@@ -73,7 +73,7 @@ _COLOURS = ("#8c959f", "#54aeff", "#1f6feb")
 
 
 class Advised(NamedTuple):
-    """What was found of a dataset."""
+    """The results for a dataset."""
 
     files: Sequence[FileName]
     layout: DatasetLayout
@@ -81,7 +81,7 @@ class Advised(NamedTuple):
     findings: Sequence[Finding]
     requests: Sequence[FarCost | None]
     best: Finding
-    order: str  # by which it is the best
+    order: str  # for which `best` is the best
     memory_nbytes: float
 
 
@@ -95,10 +95,10 @@ def advise(
     as_json: Json = False,
     **typed: Any,
 ) -> None:
-    """Say which chunks and filters would serve a dataset of FILE better, and how to make them.
+    """Say which chunks and filters would be better for a dataset of FILE, and how to get them.
 
     It writes a sample of the rows to a temporary folder in each layout, and reads it. The dataset
-    is the largest of the fields, or of the file if that has none of them. Without --shuffle window,
+    is the largest of the fields, or of the file if it has none of these. Without --shuffle window,
     the speed of a full shuffle decides.
     """
     config = reader_config(typed)
@@ -114,11 +114,11 @@ def advise(
 
 
 def advised(config: ReaderConfig, seconds: float = 0.75, rounds: int = 3) -> Advised:
-    """Measure what is sensible for the largest dataset of a configuration."""
+    """Measure sensible layouts for the largest dataset of a configuration."""
     if any(field.num_dim != 0 for field in config.batch_fields.values()):
         raise ConfigError(
             f"{named('num_dim')}: only datasets whose first dimension counts the samples are"
-            " measured; others are slow in whatever chunks (h5async repack can change these)"
+            " measured; others are slow with any chunks (h5async repack can change these)"
         )
     found = _largest(config, config.files[0])
     trial = _options(config, config.files, found.path)
@@ -155,7 +155,7 @@ def _largest(config: ReaderConfig, file: FileName) -> DatasetLayout:
 
 
 def _why_not(one: Dataset, groups: Sequence[str]) -> str:
-    """Say why no other layout of a dataset is measured; "" if it is."""
+    """Say why other layouts of a dataset cannot be measured; "" if they can."""
     if one.read == "refused":
         return one.reason or ""
     if one.kind != "dataset" or any(one.path.startswith(f"{group}/") for group in groups):
@@ -167,13 +167,13 @@ def _why_not(one: Dataset, groups: Sequence[str]) -> str:
 
 
 def _options(config: ReaderConfig, files: Sequence[FileName], path: str) -> ReaderConfig:
-    """Return the options by which a dataset is read."""
+    """Return the options for reading a dataset."""
     kept = {name: getattr(config, name) for name in _KEPT if name in config.model_fields_set}
     return ReaderConfig(hdf5_path=list(files), fields={DATASET: path}, device="cpu", **kept)
 
 
 class Trial(NamedTuple):
-    """A layout that is measured: the options that read it, and what changes in each order."""
+    """A layout to measure: the options to read it, and their changes for each order."""
 
     finding: Finding
     config: ReaderConfig
@@ -188,7 +188,7 @@ def _measured(
     seconds: float,
     rounds: int,
 ) -> list[Finding]:
-    """Return what each layout costs and gives; all of them take turns."""
+    """Return the size and the speeds of each layout; all of them take turns."""
     layouts, trials = layouts_to_try(found), list[Trial]()
     with counting("measured") as show:
         turns = len(layouts) * (1 + rounds)
@@ -239,10 +239,10 @@ def samples_per_second(
     row_nbytes: int,
     most_times: float = 8.0,
 ) -> float:
-    """Return how many samples a second are read in an order, for some seconds.
+    """Return the samples per second that are read in an order, measured for some seconds.
 
-    In a window, first epochs are read, whole unless that takes `most_times` as long: the first
-    batches cost more, and later epochs of a sample find its chunks decoded.
+    In a window, only first epochs are read, whole unless that takes `most_times` as long: the first
+    batches cost more, and later epochs of a small sample find its chunks decoded.
     """
     if changed.get("shuffle") != "window":
         return speed_of(config, changed, seconds) / row_nbytes
@@ -254,7 +254,7 @@ def samples_per_second(
 
 
 def _cold_speed(config: ReaderConfig, changed: Mapping[str, Any]) -> float:
-    """Return the samples a second of an epoch, or its beginning, that is not in memory."""
+    """Return the samples per second of an epoch, or its beginning, that is not in memory."""
     if hasattr(os, "posix_fadvise"):
         for name in config.files:
             with open(name, "rb") as file:

@@ -96,9 +96,9 @@ def judge(ratios: Sequence[float]) -> Verdict:
 
 
 def _run_flat_out(config: ReaderConfig, seconds: float) -> tuple[ReaderStats, list[float]]:
-    """Read batches for some seconds, epoch after epoch; return the reader's statistics.
+    """Read batches for some seconds, epoch after epoch.
 
-    And the seconds waited for each batch except the first.
+    Returns the reader's statistics, and the seconds waited for each batch except the first.
     """
     waits = list[float]()
     with AsyncReader(config) as reader:
@@ -124,11 +124,11 @@ def compare(
 ) -> list[Trial]:
     """Measure options in turns; return a trial of the options as given, then of each change.
 
-    Each trial reads for `seconds` in `rounds` turns; `tell` is told the turns done, and all.
+    Each trial reads for `seconds` in `rounds` turns; `tell` gets the turns done, and their total.
     """
     trials = [Trial({}), *map(Trial, changes)]
     for number in range(rounds):
-        # Each round begins with another trial, so that none always follows the same.
+        # Each round begins with another trial, so that none always follows the same one.
         start = number % len(trials)
         for trial in (*trials[start:], *trials[:start]):
             tell(sum(len(one.speeds) for one in trials), rounds * len(trials))

@@ -47,9 +47,9 @@ from h5async.system.interruptions import suppressing
 
 _MOST_REFERENCES = 64 << 20  # bytes to read for the mean length of samples
 _MOST_SAMPLES = 1 << 16  # for which requests are computed
-_FEWER = 2.0  # times: what makes the window worth a word
+_FEWER = 2.0  # times: the saving from which the window is recommended
 _SMALL_NBYTES = 256 * 1024  # of a request, below which the rate of requests is the limit
-# Facts of groups in a saved index: the names and the kind of the datasets that they need.
+# By the kind of a group in a saved index: the names and the kind of the datasets it needs.
 _PARTS = {
     SHAPE: (("data", "indices"), ROWS),
     CATEGORIES: (("codes",), ""),
@@ -59,7 +59,7 @@ _PARTS = {
 
 @dataclass(frozen=True)
 class Requests:
-    """Requests a sample, and their bytes."""
+    """Requests per sample, and their bytes."""
 
     count: float
     nbytes: float
@@ -70,9 +70,9 @@ class Requests:
 
 @dataclass(frozen=True)
 class FarCost:
-    """What a sample costs by the order of samples: that of the file, shuffled fully or in a window.
+    """The cost of a sample by the order of samples: as in the file, fully shuffled, or in a window.
 
-    `batch_size` is that of the batches; "rows" are read alone, or whole "chunks".
+    `batch_size` is the one assumed; it `reads` single "rows" or whole "chunks".
     """
 
     in_order: Requests
@@ -130,7 +130,7 @@ class Dataset:
 
     @property
     def likeness(self) -> tuple[object, ...]:
-        """What datasets that differ only in their numbers of samples and sizes have in common."""
+        """A key that is the same for datasets that differ only in numbers of samples and sizes."""
         shape = None if self.shape is None else (len(self.shape), self.shape[1:])
         of_values = shape, self.dtype, self.layout, self.chunks is None, self.filters
         how = self.read, self.by, self.sources, self.reason, self.packing
@@ -138,9 +138,9 @@ class Dataset:
 
 
 def cells(name: str, several: Sequence[Dataset]) -> Sequence[str]:
-    """Return the row of the table, in the order of `COLUMNS`, for one dataset or several similar.
+    """Return the row of the table, in the order of `COLUMNS`, for one or several similar datasets.
 
-    These have a range of samples, sums of sizes, and means per sample.
+    For several, it has their range of samples, sums of sizes, and means per sample.
     """
     first = several[0]
     if first.shape is None:
@@ -171,7 +171,7 @@ def _mean(name: str, several: Sequence[Dataset]) -> float | None:
 
 
 def _kind_text(several: Sequence[Dataset]) -> str | None:
-    """Say what they are read as, unless that is an array of equal rows."""
+    """Say what datasets are read as, unless that is an array of equal rows."""
     mean = _mean("mean_length", several)
     each = "" if mean is None else f", {mean:.4g} values each"
     return {
@@ -205,7 +205,7 @@ def _dataset_of(path: str, file: FileName, found: DatasetLayout | H5AsyncError) 
 
 
 def _facts(path: str, file: FileName, parts: Sequence[DatasetLayout], **others: Any) -> Dataset:
-    """Return the facts of datasets that are read as one, the first of which has the values."""
+    """Return the facts of datasets that are read as one; the first holds the values."""
     first, costs = parts[0], [read_cost(part) for part in parts]
     reason = next((p.fallback_reason for p in parts if p.fallback_reason is not None), None)
     methods = {method for part in parts for method in methods_of(part)[0]}
@@ -320,7 +320,7 @@ def _direct_text(methods: Collection[str], sources: int) -> str:
 
 
 def listed(path: FileName, reach: Reach, patterns: Sequence[str]) -> Iterator[Dataset]:
-    """Yield the datasets of a file that `patterns` mean, each as it is found."""
+    """Yield the datasets of a file that match `patterns`, each as it is found."""
     wanted = partial(is_meant, patterns=patterns)
     for name, found in list_layouts(path, reach, wanted=wanted, with_attributes=True):
         ragged = group = None
@@ -377,7 +377,7 @@ def _group(name: str, path: FileName, reach: Reach) -> Dataset | None:
 
 
 def listed_in_index(index: NamedIndex, patterns: Sequence[str]) -> Iterator[Dataset]:
-    """Yield the datasets of the files of a saved index that `patterns` mean."""
+    """Yield the datasets of the files of a saved index that match `patterns`."""
     for number, file in enumerate(index.paths):
         layouts = index.find(number, index.datasets(number))
         for wanted in index.datasets(number):
@@ -432,7 +432,7 @@ def _begins(names: Sequence[str], pattern: Sequence[str]) -> bool:
 
 
 def far_cost(layout: DatasetLayout) -> FarCost | None:
-    """Return the cost of a dataset; None if it is not of rows that the core reads as they lie."""
+    """Return the cost of a dataset in a store; None unless the core reads its rows as stored."""
     is_plain = layout.segments is None and layout.values is None and layout.fallback_reason is None
     if not is_plain or layout.is_ragged or layout.sample_axis or not layout.num_samples:
         return None
@@ -443,7 +443,7 @@ def far_cost(layout: DatasetLayout) -> FarCost | None:
     window = window_order([layout], fields["window_bytes"].default, 0, batch)
     orders: list[tuple[Callable[..., Int64s], bool]] = [
         (np.arange, True),
-        # (A chunk has made way for others before it is needed again.)
+        # (Before a chunk is needed again, others have replaced it.)
         (lambda start, stop: permute(np.arange(start, stop), count, 0, 0), False),
         (partial(window.samples, 0), True),
     ]
@@ -475,7 +475,7 @@ def _requests(
 
 
 def _ranges(layout: DatasetLayout) -> Callable[[Int64s], ByteRanges]:
-    """Return a function from samples to what is read of them: rows, or encoded chunks."""
+    """Return a function from samples to the bytes read for them: rows, or encoded chunks."""
     chunks, rows = layout.chunks, layout.chunk_shape[0] if layout.chunk_shape else 1
     unit = None if chunks is None else np.unravel_index(chunks.numbers, layout.grid)[0]  # ascending
 

@@ -1,8 +1,8 @@
 """`h5async inspect`: lists the datasets of a file, how each is stored and read, and its cost.
 
 A file may have a group per episode, with the same datasets in each: groups that are alike are
-folded. Rows leave as soon as nothing can be folded with them, for a pipe, a wide or a narrow
-terminal.
+folded. Rows are printed as soon as nothing more can be folded with them, to a pipe, or a wide or
+narrow terminal.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from h5async.spelling import shell_word
 
 BLOCK_SECONDS = 0.5  # for which rows may be held back, to align columns
 _LEGEND = "in order, shuffled: bytes read from the file for each sample used"
-_FOLDED = "groups alike: from the least samples to the most, and the sizes of all together"
-_DEAR, _DEAR_NBYTES = 4.0, 1 << 16  # times what it costs in order, and bytes, of a shuffled sample
+_FOLDED = "groups alike: the range of their numbers of samples, and their total sizes"
+_DEAR, _DEAR_NBYTES = 4.0, 1 << 16  # of a shuffled sample: times its cost in order, and bytes
 _LEAST_NUMBERED = 3  # similar groups to fold, if their names differ only in numbers
 _LEAST_OTHERS = 10  # ... with any names
 _MOST_HELD = 500  # lines of one group, before they are printed in any case
-_DEEPEST = 64  # groups within groups that are folded
+_DEEPEST = 64  # level of nested groups that are folded
 _STACKED_COLUMNS = (
     ("dataset",),
     ("shape", "dtype"),
@@ -86,7 +86,7 @@ def inspect(
     if index is not None:
         found = listed_in_index(index, wanted)
     is_far = bool(far_names([path]))
-    if is_far:  # their requests are told below the table
+    if is_far:  # their requests are listed below the table
         found = iter(listing := list(found))
     if as_json:
         datasets = list(found)
@@ -101,20 +101,20 @@ def inspect(
     typer.echo(legend if printed else f"{safe(given)} holds no datasets")
     identity = _identity(path)
     if identity is not None:
-        typer.echo(f"another state of it is told by {identity}")
+        typer.echo(f"changes of it are detected by {identity}")
     if is_far:
         typer.echo("\n".join(map(safe, _requests_lines(listing, has_several))))
     if dearest and index is None and not is_far:
         hint = f"h5async advise {shell_word(dearest[0].file)} measures what other chunks would give"
         of = f"of {safe(dearest[0].path)} above all"
-        typer.echo(f"\nshuffled samples cost much, {of}: {hint}", err=True)
+        typer.echo(f"\nshuffled samples are expensive, {of}: {hint}", err=True)
     reason = why_no_core()
     if reason is not None:
         typer.echo(f"\n{safe(reason)}", err=True)
 
 
 def _noting(datasets: Iterable[Dataset], dearest: list[Dataset]) -> Iterator[Dataset]:
-    """Yield datasets; note the one whose shuffled samples cost the most, if it is far too much."""
+    """Yield datasets; note the one with the dearest shuffled samples, if they are far too dear."""
     most = 0.0
     for one in datasets:
         shuffled, in_order = one.shuffled_nbytes or 0.0, one.in_order_nbytes or 0.0
@@ -163,7 +163,7 @@ def _content(given: FileName, path: FileName, datasets: Sequence[Dataset]) -> di
 
 
 def _identity(path: FileName) -> str | None:
-    """Say what tells states of a far source apart; None for a local file."""
+    """Say how changes of a far source are detected; None for a local file."""
     store = store_of(path)
     if store.is_local:
         return None
@@ -180,9 +180,9 @@ Line = tuple[str, Sequence[Dataset]]
 
 
 class _Item(NamedTuple):
-    """Similar datasets, or similar neighbouring groups with what each of them has."""
+    """Similar datasets, or similar neighbouring groups with the content of each."""
 
-    names: Sequence[str]  # paths from the group around it
+    names: Sequence[str]  # paths relative to its parent group
     datasets: Sequence[Dataset]
     content: Sequence[_Item] = ()
 
@@ -247,7 +247,7 @@ def _folded_groups(run: Sequence[tuple[str, list[_Item]]]) -> Iterator[_Item]:
 
 
 def _within(name: str, content: Iterable[_Item]) -> Iterator[_Item]:
-    """Yield the items of a group as items of the group around it."""
+    """Yield the items of a group as items of its parent group."""
     for item in content:
         yield item._replace(names=[f"{name}/{inner}" for inner in item.names])
 

@@ -1,4 +1,4 @@
-"""Describes options; makes those of commands of them, and a `ReaderConfig` of what was typed."""
+"""Describes options, adds them to commands, and makes a `ReaderConfig` of those typed."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Option(Words):
     """One option of a configuration, with the texts of `Words`.
 
     `type` is that of one value on a command line: bool, int, float, str or Path. It is str for
-    numbers with a syntax of their own. `choices` are the only values, except None, and numbers if
-    `type` is one; empty means any. A mapping is a list of values with names.
+    numbers with a syntax of their own. `choices` are the only valid values, besides None, and
+    numbers if `type` is numeric; empty means any. A mapping is a list of values with names.
     """
 
     name: str
@@ -118,7 +118,7 @@ def takes_reader(command: Command) -> Command:
 def reader_options(model: type[BaseModel]) -> dict[str, Parameter]:
     """Return the parameters of a command for all options of a configuration.
 
-    Their default is None: the option's, which is only shown, would override a configuration file.
+    Their default is None; the option's own is only shown, as it would override a config file.
     """
     return {
         option.name: _parameter(option.name, _type(option), _declaration(option))
@@ -289,7 +289,7 @@ def _table(text: str, name: str) -> object:
 
 
 def mapping_of(entries: Iterable[str], name: str, form: str) -> dict[str, Any]:
-    """Parse NAME=VALUE, or NAME= and a table of options; `form` is what users know this as."""
+    """Parse NAME=VALUE, or NAME= and a table of options; `form` is the syntax, for users."""
     pairs = [entry.partition("=") for entry in entries]
     if not all(key and value for key, _, value in pairs):
         raise typer.BadParameter(f"must be {form}", param_hint=name)

@@ -1,4 +1,4 @@
-"""Prints what commands say: JSON documents, text that is safe to print, progress bars, pictures.
+"""Outputs results of commands: JSON documents, text safe to print, progress bars, pictures.
 
 Progress bars have no thread, which would take the GIL from readers.
 """
@@ -91,9 +91,9 @@ def files_text(paths: Sequence[FileName]) -> str:
 def counting(
     counted: str, patience_seconds: float = 0.0, console: Console | None = None
 ) -> Iterator[Callable[..., None]]:
-    """Show a bar on stderr, if that is a terminal, for what takes a while; `counted` says of what.
+    """Show a progress bar on stderr, if that is a terminal; `counted` names what it counts.
 
-    Yields what tells it the number done, that of all, and what returns a description.
+    Yields a function that takes the number done, the total, and a function for a description.
     """
     console = Console(stderr=True) if console is None else console
     bar = Progress(
@@ -175,6 +175,6 @@ class Picture:
 
 
 def tidy(panel: Any, title: str) -> None:
-    """Give a panel a title, and take away what no one looks at."""
+    """Give a panel a title, and remove its top and right borders."""
     panel.set_title(title, fontsize=10, loc="left", fontweight="bold")
     panel.spines[["top", "right"]].set_visible(False)

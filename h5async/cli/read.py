@@ -34,7 +34,7 @@ _CTRL_C, _TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM  # exit codes, 
 
 
 class _TerminatedError(SystemExit):
-    """SIGTERM came."""
+    """SIGTERM was received."""
 
 
 @takes_reader

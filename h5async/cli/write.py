@@ -36,7 +36,7 @@ from h5async.packing.writeoptions import PackOptions, RepackOptions
 from h5async.samples.fieldkind import AUDIO, CATEGORIES, IMAGE, NULLABLE, SHAPE, TEXTS
 from h5async.system.interruptions import suppressing
 
-# Kinds of entries beside datasets' layouts.
+# Kinds of entries other than the layouts of datasets.
 _FACTS = (SHAPE, TEXTS, CATEGORIES, NULLABLE, IMAGE, AUDIO)
 
 _Indexed = Annotated[
@@ -60,7 +60,7 @@ def index(
     ray: Ray = None,
     **typed: Any,
 ) -> None:
-    """Save the index of FILES, which `hdf5_path` takes instead of them.
+    """Save an index of FILES, which `hdf5_path` takes instead of them.
 
     It has all datasets of the files, by their first dimension; with --field, only these. If readers
     use groups as sequences, give the same --sequences here.
@@ -68,7 +68,7 @@ def index(
     cleared = _clear() if clear else None
     if cleared is not None and not as_json:
         removed = f"removed {cleared['entries']:,} entries, {decimal(cleared['nbytes'])}"
-        no_home = "there is no cache folder, because there is no home"
+        no_home = "there is no cache folder, because there is no home directory"
         typer.echo(f"{safe(cleared['folder'])}: {removed}" if cleared["folder"] else no_home)
     if clear and not files and output is None:
         if as_json:
@@ -141,7 +141,7 @@ _Per = Annotated[
 ]
 _Quantiles = Annotated[
     list[float] | None,
-    typer.Option("--quantile", metavar="Q", help="A share of values below. Repeatable."),
+    typer.Option("--quantile", metavar="Q", help="A quantile to compute, from 0 to 1. Repeatable."),
 ]
 _SHOWN = ("mean", "std", "min", "max")
 _SHOWN_GROUPS, _SHOWN_CLASSES = 4, 8
@@ -199,7 +199,7 @@ def _amount(one: FieldStatistics) -> str:
 
 
 def _lines(one: FieldStatistics) -> list[tuple[str, str]]:
-    """Return what to show of a field, with labels."""
+    """Return the lines to show for a field, as labels and texts."""
     several = {name: getattr(one, name) for name in _SHOWN}
     several |= {f"q {q}": values for q, values in (one.quantiles or {}).items()}
     lines = []
@@ -306,8 +306,8 @@ def repack(
 ) -> None:
     """Write IN anew, with other chunks, filters or samples; several files become one.
 
-    All else stays: groups, attributes, links, references, dimension scales, datatypes. Chunks about
-    which nothing changes are copied as they are stored.
+    All else stays: groups, attributes, links, references, dimension scales, datatypes. Chunks that
+    need no change are copied as they are stored.
     """
     from h5async.packing.newfiles import repack
 

@@ -1,6 +1,6 @@
-"""Compares the bytes that are read and decoded with those that are used, and advises.
+"""Compares the bytes read and decoded with the bytes used, and gives advice.
 
-Also computes the cost of reading a dataset: stored bytes per sample, and the share of h5py.
+Also computes the cost of a dataset: stored bytes read per sample, and the share read without h5py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from h5async.system.resources import free_memory
 
 _Kind = Literal["encoded", "by_h5py"]  # of chunks, see `Used`
 
-_CACHED_SHARE = 0.5  # of the free memory, for a dataset or a window that is kept
+_CACHED_SHARE = 0.5  # of the free memory, that a kept dataset or window may take
 _LEAST_CHUNK_NBYTES = 10_000  # reading smaller chunks costs more than it saves
 _LOOKED_AT = 100_000  # samples, to estimate how many of a chunk are selected
 _FAR_FEWER = 1.5  # reduction of samples per chunk that justifies rewriting a file
@@ -47,7 +47,7 @@ class Used(NamedTuple):
 
 
 class _Column(NamedTuple):
-    """A column, and what a byte of it needs."""
+    """A column, and the bytes needed for each byte of it."""
 
     name: str
     layout: DatasetLayout
@@ -61,7 +61,7 @@ class _Column(NamedTuple):
 
 
 class ChunkFacts:
-    """Facts about the chunks of a reader that do not change.
+    """Facts about a reader's chunks that do not change.
 
     `stored_share` is the number of encoded bytes per decoded byte, in chunks that h5async decodes.
     """
@@ -87,7 +87,7 @@ class ChunkFacts:
 
     @cached_property
     def advice(self) -> ChunkAdvice:
-        """What would decode or read less, with these options and this memory."""
+        """Ways to decode or read less, with these options and this memory."""
         return ChunkAdvice(self._about("encoded"), self._about("by_h5py"), self._remedies_of_raw())
 
     def _about(self, kind: _Kind) -> Advice:
@@ -132,7 +132,7 @@ class ChunkFacts:
     def _left_by_window(self, culprit: _Column) -> float:
         """Return the samples decoded per used sample if each chunk is decoded once.
 
-        Unselected samples of a chunk are decoded in vain in any order, and each helper process
+        Unselected samples of a chunk are decoded for nothing in any order, and each helper process
         decodes the chunks of its batches.
         """
         per_chunk = float(culprit.layout.chunk_shape[culprit.layout.sample_axis])
@@ -141,7 +141,7 @@ class ChunkFacts:
         looked_at = np.arange(min(self._selection.size, _LOOKED_AT))
         samples = self._selection.ascending.samples(looked_at)
         used: float = samples.size
-        if self._config.weights is not None:  # draws, of which some may be of the same sample
+        if self._config.weights is not None:  # draws, which may repeat samples
             used *= (self._config.epoch_samples or self._selection.size) / self._selection.size
         chunks = min(used, np.unique(samples // per_chunk).size)
         once = chunks * per_chunk / max(1, used * culprit.rows_of_sample)
@@ -180,14 +180,14 @@ def _rows_of_chunk(culprit: _Column) -> int:
 
 
 def needs_of(layout: DatasetLayout) -> Used:
-    """Return what a byte of a dataset needs; nothing if it is in memory from the beginning."""
+    """Return the bytes needed for each byte of a dataset; none if it is in memory at opening."""
     if layout.segments is not None:
         segments, datasets = table_of(layout)
         of_kind = datasets.columns.kind[segments.dataset]
         held = np.bincount(of_kind, segments.length, len(datasets.kinds))
         found, nbytes = Used(), max(1, layout.num_samples * layout.row_nbytes)
         for (kind, pieces), samples in zip(pieces_read(layout), held.tolist(), strict=True):
-            # (A member's dataset has whole records.)
+            # (The dataset of a compound's member holds whole records.)
             share = pieces / max(1, kind.num_pieces)
             found = found.plus(needs_of(kind), samples * share * kind.row_nbytes / nbytes)
         return found
@@ -215,11 +215,11 @@ class ReadCost(NamedTuple):
     """Average stored bytes read per sample used."""
 
     in_order: float  # if samples are read in order: each chunk once
-    shuffled: float  # if those of a chunk are in different batches: each chunk once per sample
+    shuffled: float  # if a chunk's samples are in different batches: each chunk once per sample
 
 
 def read_cost(layout: DatasetLayout) -> ReadCost:
-    """Return the cost of reading a sample of a dataset; of its sources, only mapped data count."""
+    """Return the cost of reading a sample; only those parts of sources count that are mapped."""
     count = layout.num_samples
     if count == 0:
         return ReadCost(0.0, 0.0)
@@ -253,9 +253,9 @@ def _cost_of_dataset(
     whole: DatasetLayout,
     seen: dict[int, NDArray[np.bool_]],
 ) -> ReadCost:
-    """Return the total cost of all samples of which one dataset holds a piece.
+    """Return the total cost of all samples that have a piece in one dataset.
 
-    In order, chunks that hold several pieces count once: `seen` marks those that were counted, by
+    In order, a chunk that holds several pieces counts once: `seen` marks the counted chunks of each
     layout.
     """
     samples = int(segments.length.sum())
@@ -280,7 +280,7 @@ def _cost_of_dataset(
     used = _used_before(segments, begin + layout.chunk_shape[layout.sample_axis])
     used -= _used_before(segments, begin)
     used *= of_chunk > 0
-    if not layout.filters and layout.sample_axis == 0:  # samples are read alone
+    if not layout.filters and layout.sample_axis == 0:  # each sample is read by itself
         nbytes = float(np.dot(used, of_chunk)) * layout.dtype.itemsize
         return ReadCost(nbytes, nbytes)
     stored = layout.chunks.nbytes.astype(np.float64)
@@ -291,14 +291,14 @@ def _cost_of_dataset(
 
 
 def _used_before(runs: Segments, row: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the number of samples with a row before each of some rows."""
+    """Return, for each given row, the number of samples that have a row before it."""
     is_single = runs.step == 1
     used = np.zeros(row.size)
     for sign, edge in ((1, runs.row), (-1, runs.row + runs.length)):
         edges = np.sort(edge[is_single]).astype(np.float64)
         count = np.searchsorted(edges, row)
         used += sign * (count * row - np.concatenate(([0.0], np.cumsum(edges)))[count])
-    # A row that samples have in common is read once.
+    # A row shared by several samples is read once.
     length, step = np.where(runs.step == 0, 1, runs.length), np.maximum(runs.step, 1)
     strided = zip(runs.row[~is_single], length[~is_single], step[~is_single], strict=True)
     for first, length, step in strided:

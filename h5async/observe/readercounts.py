@@ -1,7 +1,7 @@
-"""Counts what a reader does, and makes statistics of all of it, of an epoch, or since others.
+"""Counts a reader's work, and computes statistics: in total, of an epoch, or since earlier ones.
 
-Deliveries and the filler's counts enter; `ReaderStats` leaves. What a reader has left out as
-damaged is listed, and limited.
+Deliveries and the filler's counts enter; `ReaderStats` leaves. Also lists the damaged samples that
+a reader has skipped, and enforces their limit.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from h5async.samples.assembly import by_field
 from h5async.spelling import named
 from h5async.system.timeline import StageTimes, ThreadCounts
 
-_MOST_LISTED = 10_000  # left-out samples
+_MOST_LISTED = 10_000  # skipped samples
 _log = logging.getLogger("h5async.reader")
-_KEPT_EPOCHS = MAX_ENDS - 1  # for what was done before the first one, another end is kept
+_KEPT_EPOCHS = MAX_ENDS - 1  # one more end is kept: the one before the first epoch
 _KEPT_WAITS = MAX_WAITS
-_FEW = _KEPT_WAITS // _KEPT_EPOCHS  # waits: those of all kept epochs are kept
+_FEW = _KEPT_WAITS // _KEPT_EPOCHS  # waits in an epoch; those of all kept epochs then fit
 
-Work = Callable[[], FillerStats]  # returns the work that was done when this was made
+Work = Callable[[], FillerStats]  # returns the work done up to its creation
 
 
 class WaitTotals(NamedTuple):
@@ -51,15 +51,15 @@ class WaitTotals(NamedTuple):
 
 
 class Waits:
-    """The consumer's waits for batches; only it notes, any thread may ask."""
+    """The consumer's waits for batches; only it calls `note`, any thread may read."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a signal handler may interrupt a note and ask
+        self._lock = threading.RLock()  # a signal handler may interrupt `note`, and read
         self._last: deque[float] = deque(maxlen=_KEPT_WAITS)
-        self.noted = WaitTotals()  # but for those that the core has noted
-        self.before = WaitTotals()  # of these, all but the last one, and when that began
+        self.noted = WaitTotals()  # without those noted by the core
+        self.before = WaitTotals()  # `noted` as it was when its last wait began
         self._begin: float | None = None
-        self.turns: Turns | None = None  # which notes waits, too
+        self.turns: Turns | None = None  # the core, which notes waits, too
 
     @property
     def have_begun(self) -> bool:
@@ -83,13 +83,13 @@ class Waits:
             self.noted = WaitTotals(number + 1, seconds + end - begin, end - self._begin)
 
     def _catch_up(self) -> None:
-        """Add what the core has noted since; under the lock."""
+        """Add the waits that the core has noted since; under the lock."""
         if self.turns is not None:
             self._last.extend(self.turns.new_waits())
 
     @property
     def number(self) -> int:
-        """The number of all waits."""
+        """Number of waits, including those noted by the core."""
         return self.noted.number + (0 if self.turns is None else self.turns.num_waits)
 
     def percentiles(self, end: int, begin: int) -> tuple[float, float]:
@@ -104,7 +104,7 @@ class Waits:
 
 
 class _Moment(NamedTuple):
-    """What the consumer has got, and what was done, up to some time, as in `ReaderStats`."""
+    """The amount delivered and the work done up to some time, as in `ReaderStats`."""
 
     batches: int = 0
     samples: int = 0
@@ -117,10 +117,10 @@ class _Moment(NamedTuple):
 
 
 class _Mark(NamedTuple):
-    """What a moment is made of, if anybody asks for it.
+    """The counts from which a `_Moment` is computed, if it is needed.
 
-    What was counted here, of batches, of skipped samples, of samples and rows by `_sizes`, and of
-    waits; what the core has counted; and the work.
+    `batches`, `skipped`, `counted` (samples and rows, by the keys of `_sizes`) and `noted` (waits)
+    were counted in Python, `taken` in the core.
     """
 
     batches: int
@@ -132,17 +132,17 @@ class _Mark(NamedTuple):
 
     @property
     def num_batches(self) -> int:
-        """The number of all batches."""
+        """Number of batches, including the core's."""
         return self.batches + self.taken.batches
 
     @property
     def num_waits(self) -> int:
-        """The number of all waits."""
+        """Number of waits, including the core's."""
         return self.noted.number + self.taken.waits
 
 
 class _Span(NamedTuple):
-    """The time of an epoch, with the percentiles of its waits, if they are known already."""
+    """The period of an epoch, with the percentiles of its waits, if already known."""
 
     begin: _Mark
     end: _Mark
@@ -162,7 +162,7 @@ class ReaderCounts:
         self._selection = samplings.selection
         self._kept_nbytes = kept_nbytes
         self._facts = ChunkFacts(samplings)
-        # Bytes of a sample or, of ragged ones, of a row: delivered, and needed for that.
+        # Bytes per sample (None) or per row of ragged samples: delivered, and needed for that.
         self._sizes: dict[SpanRows | None, tuple[int, Used]] = {}
         for (name, layout), one in zip(layouts.items(), samplings.rows, strict=True):
             key = one if isinstance(one, SpanRows) else None
@@ -181,19 +181,19 @@ class ReaderCounts:
         self._most_flights = config.requests_in_flight * max(1, config.num_helpers)
         self.waits = Waits()
         self.upload_times = StageTimes()
-        self.last: tuple[int, int] | None = None  # epoch and number of the last batch of an epoch
-        self._lock = threading.RLock()  # a signal handler may interrupt a note and ask
+        self.last: tuple[int, int] | None = None  # epoch and number, not of given samples
+        self._lock = threading.RLock()  # a signal handler may interrupt `note`, and read
         self._batches = self._skipped = 0
         self._ragged = [one for one in self._sizes if one is not None]
-        self._columns = {one: samplings.rows.index(one) for one in self._ragged}  # the first ones
+        self._columns = {one: samplings.rows.index(one) for one in self._ragged}  # the first one
         self._counted = dict.fromkeys([None, *self._ragged], 0)  # samples, and rows
         self._reader = object()
         self._epochs: deque[_Span] = deque(maxlen=_KEPT_EPOCHS)
         self._open_epoch = -1
-        self._last_end = self._begin = self._mark(FillerStats)  # of that epoch
-        # Of epochs in the core: when the last one began, and how many have ended, that are noted.
+        self._last_end = self._begin = self._mark(FillerStats)  # `_begin`: of `_open_epoch`
+        # Epochs in the core that are noted: when the last one began, and the number of ends.
         self._seen_begin_ns = self._num_ends = 0
-        self._done: Done = lambda in_core: FillerStats(counts=in_core)  # as they ended
+        self._done: Done = lambda in_core: FillerStats(counts=in_core)  # at these ends
         self._warned: set[str] = set()
 
     # --- the consumer's calls ---------------------------------------------------------------------
@@ -214,7 +214,7 @@ class ReaderCounts:
                 self._counted[rows] += count
 
     def note_wait(self, begin: float, end: float) -> None:
-        """Note a wait, after those that the core has noted of an epoch that began there."""
+        """Note a wait, after catching up with an epoch that began in the core."""
         with self._lock:
             self._catch_up()
             self.waits.note(begin, end)
@@ -233,9 +233,9 @@ class ReaderCounts:
             self._end(self._mark(work))
 
     def end_epoch_of_turns(self, done: Done) -> None:
-        """Count and note the end of an epoch in the core; `done` is what was done elsewhere.
+        """Count and note the end of an epoch in the core; `done` is the work done elsewhere.
 
-        That is the same at the ends of later ones, up to the next call.
+        It also holds for the ends of later epochs, until the next call.
         """
         with self._lock:
             self._catch_up()
@@ -246,7 +246,7 @@ class ReaderCounts:
 
     @property
     def open_epoch(self) -> int:
-        """The epoch whose batches are being delivered; -1: none is, or the last one ended."""
+        """The epoch whose batches are being delivered; -1 if none was begun, or it has ended."""
         with self._lock:
             self._catch_up()
             return self._open_epoch
@@ -257,7 +257,7 @@ class ReaderCounts:
         while turns is not None and self._num_ends < turns.struct.num_ends:
             number = max(self._num_ends, turns.struct.num_ends - MAX_ENDS)
             of = turns.ended(number)
-            if number + MAX_ENDS < turns.struct.num_ends:  # the consumer has gone on
+            if number + MAX_ENDS < turns.struct.num_ends:  # overwritten: the consumer has gone on
                 continue
             self._begin_in_core(of.begin, of.epoch)
             self.last = of.epoch, of.batches - 1
@@ -267,17 +267,17 @@ class ReaderCounts:
             self._begin_in_core(turns.counts(before_epoch=True), turns.struct.begun)
 
     def _begin_in_core(self, before: Taken, epoch: int) -> None:
-        """Note that an epoch has begun in the core, unless that was noted."""
+        """Note that an epoch has begun in the core, unless that was noted before."""
         if before.at_ns != self._seen_begin_ns:
             self._begin = self._mark(self._last_end.work, before)
             self._open_epoch, self._seen_begin_ns = epoch, before.at_ns
 
     def _end(self, end: _Mark, *, is_in_core: bool = False) -> None:
-        """Note the end of the epoch that has begun; the core may have noted its waits."""
+        """Note the end of the open epoch, if any; `is_in_core`: it ended there."""
         if self._open_epoch < 0:
             return
         begin = self._begin
-        # It had ended before: its only batch was put back, or an exception came as this was noted.
+        # It had ended before: its only batch was put back, or an exception interrupted this.
         is_again = self._epochs and self._epochs[-1].begin.num_batches == begin.num_batches
         if is_again:
             begin = self._epochs[-1].begin
@@ -294,7 +294,7 @@ class ReaderCounts:
         return self.waits.percentiles(end.num_waits, begin.num_waits)
 
     def _mark(self, work: Work, taken: Taken | None = None) -> _Mark:
-        """Note the present, or when so much was taken in the core; called under the lock."""
+        """Return a mark of now, or of when the core had `taken` so much; under the lock."""
         if taken is None:
             taken = Taken() if self.waits.turns is None else self.waits.turns.counts()
         counted = self._batches, self._skipped, self._counted.copy()
@@ -327,7 +327,7 @@ class ReaderCounts:
         device_nbytes: int,
         in_core: ThreadCounts,
     ) -> FillerStats:
-        """Return work of a filler with that of uploads, and of a GPU that has decoded chunks."""
+        """Return the work of a filler, plus uploads, and chunks decoded on a GPU."""
         done = filler(in_core)
         counts, stages = done.counts, dict(done.stage_seconds)
         stages["plan"] += counts.plan_ns / 1e9
@@ -350,7 +350,7 @@ class ReaderCounts:
     ) -> ReaderStats:
         """Return the statistics of a reader, as `AsyncReader.stats`.
 
-        `methods` are those of its columns; `how` are other fields of `ReaderStats`.
+        `methods` say what reads each column; `how` are other fields of `ReaderStats`.
         """
         if since is not None and epoch is not None:
             raise ConfigError("stats() takes since or epoch, not both")
@@ -390,12 +390,12 @@ class ReaderCounts:
             return _Moment()
         if not isinstance(since, ReaderStats):
             raise ConfigError(
-                f"since takes what stats() returned before, found {type(since).__name__}"
+                f"since takes an earlier result of stats(), found {type(since).__name__}"
             )
         begin = since._moment
         if not isinstance(begin, _Moment) or begin.reader is not self._reader:
             raise ConfigError(
-                "since is of another reader; give what stats() of this reader returned before, in"
+                "since is of another reader; give an earlier result of this reader's stats(), from"
                 " this process"
             )
         return begin
@@ -430,7 +430,7 @@ class ReaderCounts:
     ) -> ReaderStats:
         work = end.work.plus(begin.work, -1)
         batches, counts, fetched = end.batches - begin.batches, work.counts, work.fetched
-        # Samples decoded for coming batches are not wasted.
+        # Samples decoded for upcoming batches are not wasted.
         ahead = self._ahead if how["num_threads"] and begin.work.counts == ThreadCounts() else 0
         share = (batches + ahead) / batches if batches else 1.0
         used = Used().plus(end.used.plus(begin.used, -1.0), share)
@@ -480,12 +480,12 @@ class ReaderCounts:
 def _newer(begin: _Moment, now: _Moment) -> ConfigError:
     return ConfigError(
         f"since was taken at batch {begin.batches:,}, and this is batch {now.batches:,}: it is"
-        " newer; give statistics that were taken before"
+        " newer; give earlier statistics"
     )
 
 
 def _percentile(ascending: Sequence[float], share: float) -> float:
-    """Return the percentile between neighbours, as NumPy does, which takes 50 us for few values."""
+    """Return an interpolated percentile, as NumPy does, which takes 50 us even for few values."""
     below, part = divmod(share * (len(ascending) - 1), 1)
     first, second = ascending[int(below)], ascending[math.ceil(below + part)]
     return first + (second - first) * part
@@ -508,7 +508,7 @@ def _both_ways(one: str, other: str) -> str:
 
 
 class SkippedSamples:
-    """The samples and `files` that a reader has left out; only its consumer notes any.
+    """The samples and `files` that a reader has skipped; only its consumer calls `note`.
 
     `most` is the option `max_skipped`, the limit for an epoch. `path` is for messages.
     """
@@ -519,7 +519,7 @@ class SkippedSamples:
         self._what = paths_text(path)
         self._files, self._most = tuple(files), most
         self._samples: dict[tuple[str | None, int | None], Skipped] = {}
-        self._epoch = self._last = -1  # and the number of the last batch that had any
+        self._epoch = self._last = -1  # of the last batch that had any: epoch and number
         self._count = 0  # in this epoch
 
     @property
@@ -532,7 +532,7 @@ class SkippedSamples:
     ) -> DamagedError | None:
         """Note the skipped samples of a batch; return an error if its epoch now has too many.
 
-        `epoch_samples` are those of the epoch in this rank.
+        `epoch_samples` is the number of samples in the epoch, of this rank.
         """
         if not self._samples:
             text = "%s: damaged samples are left out, and listed in reader.skipped; the first: %s"

@@ -1,8 +1,8 @@
 """Defines `ReaderStats`: times and counts of a reader, and its bottleneck in a sentence.
 
 A stage is one step of delivering a batch, in the threads of the pool: plan, read, decode, place
-(copying samples from decoded chunks into the batch), transform, postprocess, upload. Only in the
-stage fetch they do nothing: batches wait for bytes of object stores and the web.
+(copying samples from decoded chunks into the batch), transform, postprocess, upload. Only the stage
+fetch is no work of threads: batches wait for bytes from object stores and the web.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from h5async.spelling import (
 )
 
 _DATA_BOUND = 0.02  # share of waiting from which a loop counts as data-bound
-_HOLDS = 0.6  # share of waiting up to which the loop may be what holds the GIL
+_HOLDS = 0.6  # share of waiting up to which the loop itself may be holding the GIL
 _STARVED = 0.25  # share of the threads' time spent waiting for the GIL
 _BUSY = 0.4  # minimum share of working time of threads with enough to do
 _DECODES = 0.25  # share of the threads' time from which decoding is mentioned
-_WASTED = 1.5  # samples decoded per used one, from which waste is mentioned
-_WAITS_FOR_BYTES = 0.5  # seconds that a batch waits for them, per second that the loop waits
-_FULL = 0.5  # share of `requests_in_flight` from which that is what holds requests up
-_QUEUED = 4  # times what the quickest took, from which requests wait for each other; S3 varies by 3
+_WASTED = 1.5  # samples decoded per sample used, from which waste is mentioned
+_WAITS_FOR_BYTES = 0.5  # seconds that a batch waits, per second that the loop waits
+_FULL = 0.5  # share of `requests_in_flight` or `MOST_RATE` from which that is the limit
+_QUEUED = 4  # times the quickest request's time, from which requests queue; S3 varies by 3
 MOST_RATE = 5500  # GETs a second that S3 permits for a prefix
-_LARGE_NBYTES = 1 << 20  # a request that takes longer for its bytes than for the way there
+_LARGE_NBYTES = 1 << 20  # of a request, from which its transfer takes longer than its latency
 _WORK = {  # names of stages in the sentence
     "plan": "planning",
     "fetch": "fetching",
@@ -50,7 +50,7 @@ class Remedy(NamedTuple):
     """A way to decode less; options are marked in its text."""
 
     text: str
-    leaves: float = 1.0  # samples that would then be decoded per used one
+    leaves: float = 1.0  # samples that would then be decoded per sample used
 
 
 class Advice(NamedTuple):
@@ -71,15 +71,15 @@ class ChunkAdvice(NamedTuple):
 
 @dataclass(frozen=True)
 class ReaderStats:
-    """What a reader has done so far; ``str()`` gives a sentence that says what to change.
+    """Statistics of a reader so far; ``str()`` gives a sentence that says what to change.
 
     Attributes
     ----------
     batches, samples, nbytes
-        What was delivered; `nbytes` counts in the dtypes of the file.
+        Amount delivered; `nbytes` counts in the dtypes of the file.
     elapsed_seconds
         Time between the deliveries of the first and the last batch. For an epoch, it begins with
-        the request for its first batch; since an earlier moment, with the last batch before it.
+        the request for its first batch; with `since`, with the last batch before that.
     wait_seconds, wait_p50_seconds, wait_p99_seconds
         Time that the consumer waited after the first batch: the sum, and the median and 99th
         percentile of the last 4,096 waits.
@@ -87,24 +87,24 @@ class ReaderStats:
         Time that threads spent in each stage (plan, read, decode, place, transform, postprocess,
         upload), for all filled batches. If h5py reads a dataset, all of it counts as ``"read"``.
         ``"fetch"`` is the time that requested batches waited for object stores and the web, each
-        from its request to its last byte; it is no work of a thread, and no part of `busy_seconds`.
+        from its request to its last byte; it is not a thread's work, and not in `busy_seconds`.
     gil_wait_seconds
         Time that threads waited for the GIL after calls of the compiled core; no stage contains it.
     read_nbytes, decoded_chunks, decoded_nbytes
-        Encoded bytes read, chunks decoded, and the bytes in these.
+        Encoded bytes read, chunks decoded, and the bytes that these decode to.
     decoded_per_used
-        Samples decoded per used one, by bytes, of fields whose chunks are encoded; 1 means that
-        each chunk was decoded once and used whole. Batches on their way count as used.
+        Samples decoded per sample used, by bytes, of fields whose chunks are encoded; 1 means that
+        each chunk was decoded once and used whole. Batches in progress count as used.
     read_per_used
-        Bytes read per used one, of fields that are not encoded.
+        Bytes read per byte used, of fields that are not encoded.
     requests, requested_nbytes
-        Requests to object stores and the web, and with ``cache="disk"`` to the files that it keeps;
-        and their bytes. Those of metadata do not count, nor what is kept.
+        Requests to object stores and the web, with ``cache="disk"`` also to other files that it
+        caches; and their bytes. Neither metadata nor bytes read from the cache count.
     retries
-        Requests that were repeated after a fault; obstore does not tell those of its own.
+        Requests that were repeated after a fault; obstore does not report its own retries.
     requested_per_used
-        Bytes requested for each byte that a batch reads; less than 1 if several batches read bytes
-        that were requested once.
+        Bytes requested per byte that batches read; less than 1 if several batches read bytes that
+        were requested once.
     fallback_reads
         Reads through h5py: one per batch and field that needs it.
     direct_share
@@ -116,8 +116,8 @@ class ReaderStats:
     decode
         Where chunks are decoded, ``"host"`` or ``"device"``, and why.
     open_seconds
-        Time that making the reader took: opening the files, taking memory, starting threads; with
-        helper processes, also their start, in which each imports NumPy and h5py.
+        Time to create the reader: opening files, allocating memory, starting threads; with helper
+        processes, also their start, including the import of NumPy and h5py in each.
     num_threads, workers
         Threads of the pool (0: the consumer does the work), and the option `workers`.
     filters
@@ -176,32 +176,32 @@ class ReaderStats:
     retries: int = 0
     epoch: int | None = None
     first_batch: int = 0
-    # The same without decoded chunks that are kept and may be used later: certain waste.
+    # As above, without kept decoded chunks that may be used later: certain waste.
     _least_decoded: float = 0.0
     _least_read: float = 0.0
     _h5py_per_used: float = 0.0
-    _encoded_share: float = 0.0  # of the bytes read: those of decoded chunks
-    _flight_seconds: float = 0.0  # that requests were on their way, summed up
-    _quickest_seconds: float = 0.0  # that a call for some of them took at least
-    _most_flights: int = 1  # requests at a time
+    _encoded_share: float = 0.0  # share of the bytes read that are chunks to decode
+    _flight_seconds: float = 0.0  # sum over requests of their time in flight
+    _quickest_seconds: float = 0.0  # shortest time of a call that made requests
+    _most_flights: int = 1  # maximum number of requests at a time
     _is_scattered: bool = True  # whether samples of a chunk are far from each other in the order
-    _waits: int = 0  # for batches whose time is known
+    _waits: int = 0  # number of timed waits for batches
     _advice: ChunkAdvice = field(default=ChunkAdvice(), compare=False)
-    _moment: object = field(default=None, compare=False)  # where statistics since these begin
+    _moment: object = field(default=None, compare=False)  # where statistics `since` these begin
 
     @property
     def waited_share(self) -> float:
-        """Share of its time that the consumer waited."""
+        """Share of the time that the consumer spent waiting."""
         return self.wait_seconds / self.elapsed_seconds if self.elapsed_seconds else 0.0
 
     @property
     def busy_seconds(self) -> float:
-        """Time that all threads worked."""
+        """Total working time of all threads."""
         return sum(self._work.values())
 
     @property
     def _work(self) -> Mapping[str, float]:
-        """The stages that are work of threads."""
+        """Seconds of the stages in which threads work."""
         return {stage: taken for stage, taken in self.stage_seconds.items() if stage != "fetch"}
 
     @property
@@ -232,7 +232,7 @@ class ReaderStats:
 
     @property
     def bottleneck(self) -> str:
-        """A sentence on what limits the reader, even if the loop only reads."""
+        """A sentence on what limits the reader, regardless of the loop."""
         return spelled(reader_sentence(self), as_keyword)
 
     @property
@@ -241,7 +241,7 @@ class ReaderStats:
 
     @property
     def _span(self) -> str:
-        """The time of these statistics, as part of a sentence."""
+        """The period of these statistics, as part of a sentence."""
         if self.epoch is not None:
             return f" in epoch {self.epoch}"
         return f" since batch {self.first_batch}" if self.first_batch else ""
@@ -399,7 +399,7 @@ def _limit_of_fetching(stats: ReaderStats) -> str:
 
 
 def _waste(stats: ReaderStats) -> str:
-    """Say what chunks were decoded or read in vain, if that is much of the limiting work."""
+    """Describe wasted decoding or reading, if it is a large part of the limiting work."""
     if stats.cache.startswith(("host", "device")):
         return ""  # kept chunks are not decoded again
     advice, limit = stats._advice, stats.limit

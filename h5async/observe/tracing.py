@@ -1,7 +1,7 @@
 """Records what a reader does, and writes it as a trace at the end.
 
 The engine reports its requests and deliveries here; the caller holds a `Trace`. Ranges of NVTX and
-of PyTorch's profiler, which are imported on request only, show what is done in Python.
+of PyTorch's profiler, which are imported only on request, show the work done in Python.
 
 The file is for Perfetto and chrome://tracing: the "JSON Object Format" of Google's "Trace Event
 Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU, with
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from h5async.fill.outcomes import Recorded
     from h5async.process.helper import HelperFiller
 
-_MOST_EVENTS = 20_000_000  # 1 GB of memory, 3 GB of a file
+_MOST_EVENTS = 20_000_000  # 1 GB of memory, and a file of 3 GB
 
 _log = logging.getLogger("h5async.trace")
 FORMAT = "h5async trace 1"
 
 Processes = Sequence[tuple[str, "Recorded"]]
 Numbered = Sequence[tuple[int, Event]]  # with the numbers of their processes
-# By the number of a process and a thread of it: its name, and the keys of both in events.
+# By process number and thread: the thread's name, and the JSON keys of both in events.
 Threads = Mapping[tuple[int, int], tuple[str, str]]
 
 _CATEGORY = "h5async"
@@ -56,7 +56,7 @@ def write_trace(
     max_events: int,
     other: Mapping[str, Any],
 ) -> None:
-    """Write a trace of named processes, or raise `OSError`; an existing file is replaced at once.
+    """Write a trace of named processes, or raise `OSError`; replaces a file atomically.
 
     `batches` are epochs and numbers by serial number, and `other` is further metadata. The first
     `max_events` events are written; a path in ``.gz`` is compressed.
@@ -151,14 +151,14 @@ def _arrows(several: Numbered, threads: Threads) -> Iterator[str]:
             continue
         kind = event.stage if event.stage in _CONSUMER else "work"
         of_batch = ends.setdefault(event.batch, {})
-        if kind not in of_batch or kind == "wait":  # the last wait: others timed out
+        if kind not in of_batch or kind == "wait":  # the last wait: earlier ones timed out
             of_batch[kind] = process, event
     for batch, found in ends.items():
         if len(found) < len(("request", "work", "wait")):
             continue
         for phase, kind in (("s", "request"), ("t", "work"), ("f", "wait")):
             process, event = found[kind]
-            # An arrow begins and ends within events, and at the end of a wait.
+            # An arrow begins and continues within events, and ends at the end of a wait.
             at = event.end_ns if kind == "wait" else event.begin_ns
             bound = ',"bp":"e"' if phase == "f" else ""
             yield (
@@ -221,10 +221,10 @@ class Tracing:
         self._recorder = recorder
         self._title = title
         self._process = os.getpid()
-        # Held by the caller: a trace that an interruption kept from him is ended by the next one.
+        # A weak reference: if an interruption kept the trace from the caller, the next one ends it.
         self._trace: Callable[[], Trace | None] = lambda: None
         self._file: Path | None = None
-        self._filler: Filler | HelperFiller | None = None  # that is recorded
+        self._filler: Filler | HelperFiller | None = None  # being recorded
         self._recorded: list[Recorded] | None = None
         self._batches: dict[int, tuple[int, int]] = {}  # epoch and number, by serial number
         self._began = ""
@@ -256,7 +256,7 @@ class Tracing:
         max_events = operator.index(max_events) if isinstance(max_events, SupportsIndex) else 0
         if not 1 <= max_events <= _MOST_EVENTS:
             raise ConfigError(
-                f"max_events must be an integer from 1 to {_MOST_EVENTS:,}: how many are kept"
+                f"max_events must be an integer from 1 to {_MOST_EVENTS:,}: the number to keep"
             )
         if path is None and not (nvtx or torch):
             raise ConfigError('trace() needs a path: trace("t.json"), or nvtx=True, or torch=True')
@@ -264,9 +264,7 @@ class Tracing:
         try:
             self._file = None if path is None else Path(os.path.abspath(os.fsdecode(path)))
         except TypeError as error:
-            raise ConfigError(
-                f"the path of a trace must be one of a file, found {path!r}"
-            ) from error
+            raise ConfigError(f"the path of a trace must be a file path, found {path!r}") from error
         self._began = datetime.now(UTC).isoformat(timespec="milliseconds")
         self._max_events = max_events
         timeline = Timeline(max_events if path is not None else 0, ranges)
@@ -294,7 +292,7 @@ class Tracing:
         return trace
 
     def _begin_file(self) -> None:
-        """Write a trace that says that the process ended early, in case it does."""
+        """Write a trace that notes that the process ended early, in case it does."""
         if self._file is None:
             return
         try:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def load_config() -> type[ReaderConfig]:
-    """Return the class of options, loading what it needs."""
+    """Import and return `ReaderConfig`."""
     from h5async.config import ReaderConfig
 
     return ReaderConfig
@@ -45,7 +45,7 @@ class AsyncReader:
     config
         Options as a mapping, a `ReaderConfig`, or the path of a TOML, JSON or YAML file.
     **options
-        Single options, which win over `config`: those below.
+        Individual options, listed below; they override `config`.
 
     Raises
     ------
@@ -111,12 +111,12 @@ class AsyncReader:
 
     @property
     def layouts(self) -> dict[str, DatasetLayout]:
-        """Where the (stored) values of each field lie, and why h5py reads them, if it does."""
+        """Storage layout of each field's (stored) values, and why h5py reads them, if it does."""
         return self._engine.setup.field_layouts
 
     @property
     def categories(self) -> dict[str, tuple[Any, ...]]:
-        """The names of categorical fields' codes, per field: name number c belongs to code c.
+        """The category names of each categorical field: ``names[c]`` is the name of code c.
 
         Code -1 means no value. If files have different categories, these are all of them.
         """
@@ -125,7 +125,7 @@ class AsyncReader:
 
     @property
     def static(self) -> Mapping[str, Any]:
-        """The values that the whole dataset has once, by field (``per="dataset"``).
+        """The values of fields that exist once per dataset (``per="dataset"``), by field name.
 
         Arrays in host memory, read-only; a single string is a `str`.
         """
@@ -133,10 +133,10 @@ class AsyncReader:
 
     @property
     def skipped(self) -> tuple[Skipped, ...]:
-        """What ``on_error="skip"`` has left out so far: files, and samples of delivered batches.
+        """Files, and samples of delivered batches, that ``on_error="skip"`` has left out so far.
 
-        Files are all there from the beginning. Each sample is there once, also if later epochs
-        leave it out again, and the first 10,000 of them; ``stats().skipped`` counts all.
+        All skipped files are listed from the start. A sample is listed once, even if later epochs
+        skip it again, and at most 10,000 samples are; ``stats().skipped`` counts all.
         """
         return self._engine.delivery.skipped.listed
 
@@ -147,9 +147,9 @@ class AsyncReader:
 
     @property
     def nbytes(self) -> int:
-        """Decoded bytes of one epoch, of all fields, in the dtypes of the file.
+        """Decoded bytes of one epoch, over all fields, in the dtypes of the file.
 
-        If samples vary in length, and some are left out or drawn, their mean length counts.
+        If samples vary in length, and an epoch omits or draws some, the mean length is used.
         """
         engine = self._engine
         return engine.counts.epoch_nbytes(engine.position.epoch_samples)
@@ -160,18 +160,18 @@ class AsyncReader:
         return self.stats().fallback_reads
 
     def stats(self, since: ReaderStats | None = None, *, epoch: int | None = None) -> ReaderStats:
-        """Return what was done so far and how long it took; ``str()`` says what to change.
+        """Return counts and times of the work done so far; ``str()`` says what to change.
 
         May be called from any thread, and after `close`.
 
         Parameters
         ----------
         since
-            Earlier statistics of this reader: count only what was done after them.
+            Earlier statistics of this reader: count only the work done since then.
         epoch
-            The number of an epoch, of the last 256; -1 is that of the last delivered batch, -2 the
-            one before. Work done before the end of the previous epoch counts for that one.
-            `ConfigError` is raised for one without statistics.
+            An epoch's number, if it is one of the last 256; -1 is the epoch of the last delivered
+            batch, -2 the one before. Work done before the previous epoch ended counts for that one.
+            `ConfigError` is raised if the epoch has no statistics.
 
         Examples
         --------
@@ -194,26 +194,26 @@ class AsyncReader:
         torch: bool = False,
         max_events: int = 500_000,
     ) -> Trace:
-        """Record what each thread does for which batch, until the trace is stopped.
+        """Record what each thread does, and for which batch, until the trace is stopped.
 
         The file is written at the end: by ``stop()`` of the returned `Trace`, at the end of ``with
-        reader.trace(...)``, or with the reader. https://ui.perfetto.dev and chrome://tracing show
-        the stages of each thread, and when the loop waited for a batch and had one (``in use``).
+        reader.trace(...)``, or by closing the reader. https://ui.perfetto.dev and chrome://tracing
+        show each thread's stages, and when the loop waited for a batch or used one (``in use``).
 
         Parameters
         ----------
         path
-            The file, in Chrome's trace event format (JSON); ``.gz`` compresses it. None means no
-            file, only what `nvtx` and `torch` request.
+            The file, in Chrome's trace event format (JSON); ``.gz`` compresses it. None
+            writes no file, for `nvtx` or `torch` alone.
         nvtx
-            Also open ranges of NVTX, which Nsight Systems shows; this needs CuPy. Ranges cover what
-            Python does: wait, plan, transform, decode (of images), postprocess, upload.
+            Also open NVTX ranges, which Nsight Systems shows; this needs CuPy. Ranges cover work in
+            Python: wait, plan, transform, decode (of images), postprocess, upload.
         torch
             Also open ranges of ``torch.profiler.record_function``. By default, PyTorch's profiler
             shows only those of the thread that started it.
         max_events
-            Number of events to keep, from the first one on, at most 20,000,000; the others are
-            counted. Each takes 50 bytes of memory (in Python 200), and 150 in the file.
+            Number of events to keep, at most 20,000,000; later ones are only counted. Each takes
+            50 bytes of memory (200 if recorded in Python), and 150 in the file.
 
         Raises
         ------
@@ -236,9 +236,9 @@ class AsyncReader:
     def __len__(self) -> int:
         """Return the number of batches in an epoch, of this rank.
 
-        If epochs differ (`batch_values`, `bucket`), it is that of the current epoch or, between two
-        epochs, of the next one. The rank is settled with the first batch; until then, it is the one
-        found now. Raises `ConfigError` if the environment has contradictory ranks.
+        If epochs differ (`batch_values`, `bucket`), this is for the current epoch or, between two
+        epochs, for the next one. The first batch fixes the rank; until then, it is detected at each
+        call. Raises `ConfigError` if the environment has contradictory ranks.
         """
         return self._engine.position.num_batches
 
@@ -278,8 +278,8 @@ class AsyncReader:
     def get_next_batch(self, timeout: float | None = None) -> Batch:
         """Return the oldest requested batch, and end the life of the one before.
 
-        Requests a batch if none is. Blocks until the batch is filled; its upload to a GPU is
-        ordered before the current stream's next operations.
+        Requests a batch if none was requested. Blocks until the batch is filled; its upload to a
+        GPU is ordered before the current stream's next operations.
 
         Parameters
         ----------
@@ -303,7 +303,7 @@ class AsyncReader:
         ...     print(batch)
         <Batch 0 of epoch 0: data=(64, 8, 8) uint8, labels=(64,) int64>
         """
-        taken: list[Batch] = []  # by the core
+        taken: list[Batch] = []  # the core appends the batch
         seconds = self._timeout
         if timeout is not None:
             from h5async.config import check_timeout
@@ -319,7 +319,7 @@ class AsyncReader:
                     break
             else:
                 return taken[0]
-        except BaseException:  # Ctrl-C: the next call returns this batch, whatever comes meanwhile
+        except BaseException:  # Ctrl-C: in any case, the next call returns this batch
             if taken and not delivery.put_back_turn():  # a signal handler has called the reader
                 engine.ring.put_back(engine.ring.consumer.next - 1)
             raise
@@ -336,7 +336,7 @@ class AsyncReader:
                 del filled  # the traceback holds this frame, and would keep the reader alive
         batch = delivery.made(serial, filled)
         wanted = engine.ring.after(serial)
-        engine.ring.wanted = wanted  # no signal handler runs between this and the end
+        engine.ring.wanted = wanted  # no signal handler runs between this and `return`
         return batch
 
     def read(self, index: ArrayLike) -> Batch:
@@ -367,7 +367,7 @@ class AsyncReader:
         return batch
 
     def __iter__(self) -> Iterator[Batch]:
-        """Begin the next epoch: the first one of which no batch was taken yet.
+        """Begin the next epoch: the first one from which no batch was taken yet.
 
         If an epoch is left before its end, its requested batches are dropped. The next epoch's
         first batches are read before this one ends.
@@ -469,11 +469,11 @@ class AsyncReader:
         if self._engine.ring.consumer.has_begun:
             raise ConfigError(
                 "a reader that has begun cannot be pickled; pickle it before the first batch is"
-                " asked for, or send its config and its state_dict()"
+                " requested, or send its config and its state_dict()"
             )
         return AsyncReader, (self._config,), self.state_dict()
 
-    __setstate__ = load_state_dict  # of a reader that `__reduce__` made
+    __setstate__ = load_state_dict  # called on the reader that `__reduce__` creates
 
     def __repr__(self) -> str:
         from h5async.config.files import paths_text

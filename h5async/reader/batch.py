@@ -1,8 +1,8 @@
-"""Defines `Batch`: the arrays of one minibatch, by field; makes batches, and epochs.
+"""Defines `Batch`, the arrays of one minibatch by field; creates batches and epochs.
 
-The ring is lent to the core for runs of batches that are alike. Of the batches that it hands over,
-only plain arrays are made: most loops ask for nothing else, and an object that is touched for the
-first time in a while costs a microsecond.
+For runs of similar batches, the ring is lent to the core. A batch that the core hands over has only
+its arrays at first, and gets the rest on access: most loops need nothing else, and touching an
+object for the first time in a while costs a microsecond.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 
 
 _SHOWN = 6  # sample numbers shown in a notebook
-_LEAST = 8  # batches of a run, so that it pays
+_LEAST = 8  # batches that a run must have to pay off
 _OUTSIDE = -1, -1, False  # epoch, number and whether it is the last, of a batch outside of epochs
 _REMEDY = f"keep fewer batches, or make {named('batch_size')} smaller"
 _OVER = (
-    "The life of this batch is over: the next one was asked for, and its memory is filled with"
-    " other samples. batch.copy(), in time, gives a batch that lasts."
+    "The life of this batch is over: the next one was requested, and its memory is reused for other"
+    " samples. Call batch.copy() before that to keep a batch."
 )
 
 
@@ -55,12 +55,12 @@ class Batch(Sequence[Any]):
     ``data, labels = batch``, ``batch["data"]`` and ``batch.data`` all give arrays of ``(size,
     *row)``: NumPy arrays on the CPU, CuPy arrays on a GPU. **The arrays live until the next**
     ``get_next_batch()``, or the next iteration of a ``for`` loop: then another batch is filled into
-    their memory. `copy` returns a batch that lasts.
+    their memory. `copy` returns a batch that stays valid.
 
     Attributes
     ----------
     index
-        int64 (size,): the sample numbers, in a NumPy array that lasts.
+        int64 (size,): the sample numbers, in a NumPy array that stays valid.
     epoch, number
         The batch's epoch, and its number in it; both count from 0.
     last
@@ -83,10 +83,10 @@ class Batch(Sequence[Any]):
     """
 
     __slots__ = (
-        *("_made", "_device", "_sequences"),  # arrays by name; None: nobody has asked for them
+        *("_made", "_device", "_sequences"),  # arrays by name; None: not created yet
         *("epoch", "index", "last", "number", "size", "static"),
         "_is_over",
-        "_later",  # of one that the core handed over: of what the rest is made when asked for
+        "_later",  # of a batch from the core: run, slot, serial, number in the run
     )
 
     index: NDArray[np.int64]  # type: ignore[assignment]  # (a sequence's method of that name)
@@ -168,7 +168,7 @@ class Batch(Sequence[Any]):
         return sorted({*super().__dir__(), *filter(str.isidentifier, self._arrays())})
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
-        """Leave out what only a batch of a slot has."""
+        """Omit `_is_over` and `_later`, which only a batch in a slot has."""
         kept = {name: getattr(self, name) for name in Batch.__slots__[:-2]}
         return None, kept | {"_made": self._arrays(), "_is_over": None}
 
@@ -235,7 +235,7 @@ def _shown(array: Any) -> str:
 
 
 class _ExpiredArrays(dict[str, Any]):
-    """The names of the arrays of an expired batch."""
+    """Stands in for the arrays of an expired batch, and only has their names."""
 
     def __init__(self, names: Iterable[str], what: str) -> None:
         super().__init__(dict.fromkeys(names))
@@ -243,8 +243,8 @@ class _ExpiredArrays(dict[str, Any]):
 
     def _refuse(self, *_: object) -> NoReturn:
         raise BatchExpiredError(
-            f"{self._what} was used after the next one had been asked for, when its memory is"
-            " filled with other samples; use it before, or keep batch.copy()"
+            f"{self._what} was used after the next one had been requested, when its memory is"
+            " reused for other samples; use it before that, or keep batch.copy()"
         )
 
     __getitem__ = values = items = _refuse
@@ -255,13 +255,13 @@ def expire(batch: Batch) -> None:
     batch._made = _ExpiredArrays(batch.keys(), batch._where)
 
 
-# --- how they are made ----------------------------------------------------------------------------
+# --- creating batches -----------------------------------------------------------------------------
 
 
 class Batches:
-    """Makes batches of filled slots. Does not keep the reader or its memory, but what it delivers.
+    """Creates batches from filled slots, without keeping the reader or its slots alive.
 
-    `ring` tells whether a batch is still in use.
+    `ring`, held by a weak reference, tells whether a batch is still in use.
     """
 
     def __init__(self, setup: ReaderSetup, ring: SlotRing[FillOutcome]) -> None:
@@ -271,7 +271,7 @@ class Batches:
         self.has_masks = bool(self.masks)
 
     def arrays(self, filled: FillOutcome, epoch: int) -> dict[str, Any]:
-        """Return the arrays of a batch by name, and its masks."""
+        """Return the arrays of a batch by name, including its masks."""
         names, masks = filled.names or self.names, self.masks
         made = filled.arrays[len(names) :]
         arrays = dict(zip(names, filled.arrays, strict=not made))
@@ -284,28 +284,28 @@ class Batches:
         return arrays
 
     def is_over(self, serial: int) -> bool:
-        """Tell whether the life of a batch is over."""
+        """Tell whether a batch has expired."""
         return _IsOver(self._ring, serial)()
 
     def more(self, serial: int | None) -> tuple[Any, ...]:
-        """Return the rest of the arguments of a `Batch`; without a `serial`, it lasts."""
+        """Return the other arguments of `Batch`; without a `serial`, it never expires."""
         is_over = None if serial is None else _IsOver(self._ring, serial)
         return self._device, self._sequences, is_over, self._static
 
     def complete(self, batch: Batch, _: str) -> None:
-        """Make all that a batch lacks that the core has read at once; see `Run.complete`."""
+        """Set all missing members of a batch made by `Turns.read`; see `Run.complete`."""
         batch.__init__(batch._arrays(), batch.index, *_OUTSIDE, *self.more(None))  # type: ignore[misc]
 
     def batch(
         self, filled: FillOutcome, epoch: int, number: int, last: bool, serial: int | None = None
     ) -> Batch:
-        """Return a batch of views; without a `serial`, it lasts."""
+        """Return a batch of views; without a `serial`, it never expires."""
         arrays = self.arrays(filled, epoch)
         return Batch(arrays, filled.index, epoch, number, last, *self.more(serial))
 
 
 class _IsOver:
-    """Tells whether the life of a batch in the memory of its slot is over."""
+    """Tells whether a batch in the memory of a slot has expired."""
 
     def __init__(self, ring: Callable[[], SlotRing[Any] | None], serial: int) -> None:
         self._ring, self._serial = ring, serial
@@ -316,7 +316,7 @@ class _IsOver:
 
 
 class Run:
-    """Batches of some epochs, which the core submits and hands over."""
+    """Consecutive batches, of one or more epochs, that the core submits and hands over."""
 
     def __init__(
         self,
@@ -335,27 +335,27 @@ class Run:
         gone = sum(other < request.serial for other in course.schedule.others)
         self._schedule = course.schedule.with_others(gone, ())
         self._index_of, self._arrays_of = submissions.index, submissions.arrays
-        self.deliver = turns.deliver  # a batch's arrays; None: `complete` has to make them
+        self.deliver = turns.deliver  # returns a batch's arrays; None: `complete` has to
         self._slots = slots
         views = [submissions.views(number, slot) for number, slot in enumerate(slots)]
         names = None if batches.has_masks or None in views else batches.names
         self.views = names, tuple(views), slice(0, epochs.size)
 
     def course_after(self, gone: int, given: dict[int, NDArray[np.int64]]) -> Course:
-        """Return the course once `gone` batches of given samples are done with, with others."""
+        """Return the course after `gone` batches of given samples; `given` are the rest."""
         if not gone and not given:
             return self._course
         schedule = self._schedule.with_others(gone, given)
         return self._course._replace(schedule=schedule, given=given)
 
     def complete(self, batch: Batch, name: str, slot: int, serial: int, number: int) -> None:
-        """Make something that a batch lacks: its numbers, its arrays, or all else.
+        """Set a missing member of a batch: `index`, its arrays, or otherwise all the rest.
 
-        `number` is the batch's in the run, -1 if its samples are given.
+        `number` is the batch's number in the run, -1 if its samples are given.
         """
         try:
             self._complete(batch, name, slot, serial, number)
-        except Exception as error:  # (a context would take longer than all this)
+        except Exception as error:  # (a context manager would take longer than all of this)
             if not is_lack_of_memory(error):
                 raise
             raise out_of_memory(f"the batch with the number {serial}", error, _REMEDY) from error
@@ -366,7 +366,7 @@ class Run:
             batch.index = index
             return
         epoch, number, start = OF_GIVEN if in_run < 0 else self._schedule.position(in_run)
-        if name == "_made":  # with masks, after the batch's life, or there was no memory for them
+        if name == "_made":  # it has masks, or has expired, or memory ran out
             if self._batches.is_over(serial):
                 names = *self._batches.names, *self._batches.masks
                 batch._made = _ExpiredArrays(names, _where(epoch, number))
@@ -378,7 +378,7 @@ class Run:
             batch.index = self._sampling.batch_at(epoch, start)
             return
         last = in_run >= 0 and self._schedule.is_last(in_run)
-        batch.__init__(  # type: ignore[misc]  # it was made without
+        batch.__init__(  # type: ignore[misc]  # the core skipped it
             batch._arrays(), batch.index, epoch, number, last, *self._batches.more(serial)
         )
 
@@ -391,7 +391,7 @@ def next_run(
     turns: Turns,
     slots: Sequence[SlotMemory],
 ) -> Run | None:
-    """Return the run of the next batches; None if they are not alike, or too few."""
+    """Return the run of the next batches; None if they are not similar, or too few."""
     following = ring.consumer.next
     epoch, number, start = course.schedule.position(following)
     request = FillRequest(0, following, epoch, number, start, course.order)
@@ -403,10 +403,10 @@ def next_run(
 
 
 class Epoch(Iterator[Batch]):
-    """The rest of one epoch; it ends if another loop has moved the reader on.
+    """Iterates over the rest of one epoch; ends if another loop has moved the reader on.
 
-    Batches of given samples among its own are part of it. `get_next_batch` is the reader's, which
-    it keeps alive. (A generator would end with the first error.)
+    Batches of given samples among its own are included. `get_next_batch` is the reader's bound
+    method, which keeps the reader alive. (A generator would end at the first error.)
     """
 
     def __init__(
@@ -423,7 +423,7 @@ class Epoch(Iterator[Batch]):
         self._epochs = epoch, -1
         self._get_next_batch = get_next_batch
         self._turns = ring.turns
-        # While its run lasts, the epoch ends here.
+        # The epoch ends at `_stop` (of `next_in_run`) while its run lasts.
         self._run, self._stop = run, 0
         if run is not None:
             self._stop = run.epochs.end_of(epoch - run.epoch)

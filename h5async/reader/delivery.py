@@ -1,4 +1,4 @@
-"""The way of a batch: requested, given a slot, filled, uploaded, waited for, handed over.
+"""Takes each batch from its request to handover: gets it a slot, fills, uploads, waits for it.
 
 The consumer requests and takes batches; the threads of the filler fill and upload them.
 """
@@ -50,9 +50,9 @@ if TYPE_CHECKING:
 class Delivery:
     """Takes batches from request to handover.
 
-    `next_requests`, `wait_writable` and `on_done` are called by the filler's threads, and all other
-    methods by the consumer's. `begin` decides who fills: the core, to which the consumer submits
-    batches itself, or the filler's threads, which then ask for requests.
+    The filler's threads call `next_requests`, `wait_writable` and `on_done`, and the consumer's
+    thread all other methods. `begin` decides who fills: either the consumer submits batches to the
+    core itself, or the filler's threads ask for requests.
     """
 
     def __init__(
@@ -68,20 +68,20 @@ class Delivery:
         self._counts = counts
         self._recorder = recorder
         self._device = setup.device
-        self._fills_at_once = setup.device.is_writable_at_once  # or the core waits until it may
+        self._fills_at_once = setup.device.is_writable_at_once  # or the core waits
         self._transforms = list(zip(setup.transforms.values(), setup.samplings.rows, strict=True))
         self._on_host = [not transform.is_identity for transform, _ in self._transforms]
         # On the host, masks are made when a batch is handed over.
         self._masks_to_upload = list(setup.masks.values()) if setup.is_on_gpu else []
         self._filler: Filler | HelperFiller
         self._submissions: Submissions | PostedBatches | None = None
-        self._may_have_lost = False  # an assignment is not submitted yet
-        self._is_left = False  # filling here was interrupted, and what is left is not dropped yet
+        self._may_have_lost = False  # an assignment may not have been submitted
+        self._is_left = False  # filling here was interrupted, and its batch not dropped yet
         config, files = setup.config, setup.opened.skipped
         self.skipped = SkippedSamples(config.hdf5_path, files, config.max_skipped)
         self._held: Batch | None = None  # the caller's batch, with debug_lifetimes
         self._batches = Batches(setup, ring)
-        # The same in one call of the core, where that can be; see `Turns`.
+        # Fast versions, each a single call of the core, if possible; see `Turns`.
         self.take_turn: Callable[..., bool] = _no_turn
         self.ask_turn: Callable[[], int] = _no_turn
         self.put_back_turn: Callable[[], bool] = _no_turn
@@ -139,27 +139,27 @@ class Delivery:
             )
 
     def lend(self) -> bool:
-        """Have the core take the next batches, if they are alike, until a call needs more.
+        """Lend the ring to the core for the next batches, if they are similar.
 
-        Returns whether it does, from now on.
+        Returns whether it is lent now. It is taken back by the first call that needs Python.
         """
         counts, ring, submissions = self._counts, self._ring, self._submissions
         turns = None if submissions is None else submissions.turns
-        timeline = self._recorder.timeline  # the core does not tell other tools
-        is_here = isinstance(self._filler, Filler)  # nor what helpers are asked for
+        timeline = self._recorder.timeline  # the core reports nothing to other tools
+        is_here = isinstance(self._filler, Filler)  # nor requests to helpers
         is_told = timeline is None or (is_here and not timeline.open_ranges)
         if turns is None or submissions is None or not is_told:
             return False
         following, _, _, _, course, _ = ring.consumer
         if turns.is_lent or self._waiting or not counts.waits.have_begun:
             return False
-        epoch, number, _ = course.schedule.position(following)  # of the run, behind given samples
+        epoch, number, _ = course.schedule.position(following)  # of the run, after given samples
         if counts.open_epoch != epoch and (counts.open_epoch >= 0 or number):
-            return False  # its first batch opens it
+            return False  # Python has to open the epoch at its first batch
         if sum(serial >= following for serial in course.given) >= MAX_GIVEN:
             return False
         slots = [slot.delivered for slot in self._setup.slots]
-        with suppressing(MemoryError):  # it goes on without
+        with suppressing(MemoryError):  # the reader goes on without a run
             run = next_run(self._batches, course, ring, submissions, turns, slots)
             if run is not None:
                 end_epoch = counts.end_epoch_of_turns
@@ -170,7 +170,7 @@ class Delivery:
     # --- requests ---------------------------------------------------------------------------------
 
     def fetch(self, index: ArrayLike | None = None) -> bool:
-        """Request another batch, or one of given samples; tell whether its epoch ends with it."""
+        """Request the next batch, or one of given samples; return whether its epoch ends there."""
         if index is not None:
             samples, turns = self._setup.samples_of_batch(index), self._ring.turns
             self.lend()
@@ -184,7 +184,7 @@ class Delivery:
         return self._position.schedule.is_last(serial)
 
     def given(self, index: ArrayLike, turn: Callable[[NDArray[Any]], Any]) -> Any:
-        """Have `give_turn` or `read_turn` take given samples; False: `fetch` or `read` has to."""
+        """Try `give_turn` or `read_turn` on given samples; if False, use `fetch` or `read`."""
         try:
             samples = np.array(index)
         except (TypeError, ValueError, OverflowError) as error:
@@ -194,7 +194,7 @@ class Delivery:
         return turn(samples)
 
     def next_epoch(self, get_next_batch: Callable[[], Batch]) -> Iterator[Batch]:
-        """Go to the next epoch of which no batch was taken; return its batches."""
+        """Go to the next epoch from which no batch was taken; return its batches."""
         if self._counts.open_epoch >= 0:
             self._counts.end_epoch(self.work())
         course, following = self._position.course, self._ring.consumer.next
@@ -208,7 +208,7 @@ class Delivery:
         return Epoch(self._position, self._ring, epoch, get_next_batch)
 
     def next_epoch_of_run(self, get_next_batch: Callable[[], Batch]) -> Epoch | None:
-        """Do the same if a loop has taken all of an epoch, and the core goes on; else None."""
+        """Do the same while the ring is lent, if a loop has just finished an epoch; else None."""
         turns, wanted, has_threads = self._ring.turns, self._ring.wanted, self._setup.has_threads
         run = None if turns is None else turns.run
         if turns is None or run is None or wanted[3:6:2] != (has_threads, has_threads):
@@ -221,7 +221,7 @@ class Delivery:
     def begin(self, *, is_helped: bool = False) -> None:
         """Fill free slots with requested batches; after an exception, the next call does it.
 
-        `is_helped`: `wait` fills cheap batches of given samples.
+        `is_helped`: `wait` will fill cheap batches of given samples itself.
         """
         if self._submissions is None:
             if self._ring.can_assign():
@@ -229,7 +229,7 @@ class Delivery:
             return
         may_have_lost, self._may_have_lost = self._may_have_lost or self._ring.was_lent, True
         self._ring.was_lent = False
-        # Under the lock, as in `on_done`: of all that are pending, some may be dropped batches.
+        # Under the lock, as in `on_done`: some pending batches may have been dropped.
         with self._ring.lock if may_have_lost else nullcontext():
             assignments = self._ring.assign()
             if may_have_lost:
@@ -254,13 +254,13 @@ class Delivery:
                 self._filler.do_later(request.serial, later)
 
     def _submit_later(self, submissions: Submissions | PostedBatches, request: FillRequest) -> None:
-        """Submit a batch to a slot once that may be written to, if it is wanted then."""
+        """Submit a batch once its slot may be written to, if it is still wanted."""
         try:
             self.wait_writable(request.slot)
         except Exception as error:
             if interruption(error) is not None:
                 raise
-            # After an interruption it comes twice, and is being read by now.
+            # After an interruption, this is called twice, and the batch is being read already.
             if not submissions.has(request.slot, request.serial):
                 self.on_done(request, FillOutcome(NO_SAMPLES, (), error))
             return
@@ -371,9 +371,9 @@ class Delivery:
             try:
                 return serial, filled
             finally:
-                del filled, slots  # an error from filling here holds this frame
+                del filled, slots  # the traceback of an error from `_fill_here` holds this frame
         finally:
-            self._waiting = None  # right here: nothing can come between
+            self._waiting = None  # first of all, so that nothing can prevent it
             if timeline is not None:
                 end = end or time.perf_counter()
                 timeline.waited(begin, end, ring.consumer.next, is_there)
@@ -405,7 +405,7 @@ class Delivery:
         self._is_left = False
 
     def made(self, serial: int, filled: FillOutcome) -> Batch:
-        """Return the batch that was waited for; then the ring is to have it in use."""
+        """Return the batch that was waited for; the caller then marks it as in use in the ring."""
         for message in self._counts.new_warnings(filled.warnings) if filled.warnings else ():
             warnings.warn(message, FileChangedWarning, stacklevel=3)
         batch = self._handed_over(serial, filled)
@@ -413,9 +413,9 @@ class Delivery:
         return batch
 
     def forget(self, serial: int) -> None:
-        """Forget the error of the batch that was waited for, whose traceback will hold the reader.
+        """Forget the error of the batch that was waited for: its traceback would hold the reader.
 
-        The caller undoes it after an exception, also one that comes as this returns.
+        The caller undoes this after an exception, even one raised as this returns.
         """
         self._ring.forget(serial)
         if self._submissions is not None:
@@ -459,7 +459,7 @@ class Delivery:
         return batch
 
     def _end_life(self) -> None:
-        """With `debug_lifetimes`, also make fields raise and arrays poison."""
+        """With `debug_lifetimes`, poison the batch's arrays, and make its fields raise."""
         if self._held is not None:
             held, self._held = self._held, None
             self._device.poison(held)
@@ -469,9 +469,9 @@ class Delivery:
 
     @passing()
     def read(self, index: ArrayLike, empty: Empty = plain_memory) -> Batch:
-        """Read samples in the calling thread, to a batch outside of epochs that lasts.
+        """Read samples in the calling thread, to a batch outside of epochs that never expires.
 
-        `empty` returns its memory.
+        `empty` allocates its memory.
         """
         samples, filler = self._setup.samples(index), self._filler
         if not isinstance(filler, Filler):

@@ -1,7 +1,7 @@
-"""Runs a reader behind `AsyncReader`: opens it, starts its filler, logs and tells how, closes it.
+"""Runs a reader behind `AsyncReader`: opens it, starts its filler, logs, reports, and closes it.
 
-The engine does not refer to the caller's reader. So a reader that is dropped unclosed can be
-collected, and its engine closed.
+The engine holds no reference to the caller's reader, so that a reader that is dropped unclosed can
+be garbage-collected, and its engine closed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from h5async.process.helper import HelperFiller
 
 _log = logging.getLogger("h5async.reader")
-_MOST_WARNED = 1000  # remembered
+_MOST_WARNED = 1000  # warnings remembered
 _warned: set[str] = set()
 
 _MOMENT_SECONDS = 0.5  # idle workers nearly always end within this time
@@ -55,14 +55,14 @@ _REMEDY = "free some memory, or raise the memory limit of this process"
 
 
 class Engine:
-    """The implementation of a reader behind `AsyncReader`, whose methods list the errors."""
+    """The implementation behind `AsyncReader`, whose docstrings list the errors."""
 
     def __init__(self, config: ReaderConfig) -> None:
         self.setup = ReaderSetup(config)
         self._num_forks = lifetime.num_forks
         self.ring: SlotRing[FillOutcome] = SlotRing(config.prefetch)
         self.filler: Filler | HelperFiller | None = None
-        self.has_opened = Flag(True)  # set unless it is being opened
+        self.has_opened = Flag(True)  # cleared while it is being opened
         self._has_settled = False  # the rank is known, and has batches
         self._recorder = Recorder()
         self._tracing = Tracing(self._recorder, paths_text(config.hdf5_path))
@@ -144,11 +144,11 @@ class Engine:
         )
 
     def _log(self, seconds: float) -> None:
-        """Log what was opened, and the seconds until it was ready; warn of what could be better."""
+        """Log the files and the opening time; warn of slow reading and other problems."""
         setup = self.setup
         layouts, cache = setup.layouts, setup.cache_text(self._filler.stats())
         for message in _warnings(setup, self._filler.methods, cache):
-            # Readers of the same files may follow one another; repetitions have level DEBUG.
+            # The same files may be opened again and again; repeated warnings have level DEBUG.
             is_new = message not in _warned
             if is_new and len(_warned) < _MOST_WARNED:
                 _warned.add(message)
@@ -217,7 +217,7 @@ class Engine:
             self.position.jump(epoch)
             self.counts.end_epoch(self.delivery.work())
 
-    # --- what it does -----------------------------------------------------------------------------
+    # --- reports ----------------------------------------------------------------------------------
 
     def stats(self, since: ReaderStats | None = None, epoch: int | None = None) -> ReaderStats:
         """Return statistics, as `AsyncReader.stats`."""
@@ -315,7 +315,7 @@ class Engine:
         self._trace_error = self._tracing.close() or self._trace_error
 
     def drop(self) -> None:
-        """Close because the reader was collected, in any thread, which may hold any lock.
+        """Close a reader that was garbage-collected, in any thread, which may hold any lock.
 
         A worker may need that lock (h5py's, say) to end, so this waits only for a moment.
         """
@@ -342,9 +342,9 @@ def _order_text(config: ReaderConfig) -> str:
 
 
 def _warnings(setup: ReaderSetup, methods: Sequence[str], cache: str) -> Iterator[str]:
-    """Yield what is not the fastest way, what belongs to no sample, what memory did not allow.
+    """Yield warnings about slow reading, values outside of samples, and lack of memory.
 
-    `cache` is that of `ReaderStats`. What is as it should be is logged.
+    `cache` is that of `ReaderStats`. Whatever is in order is only logged.
     """
     config, plan, what = setup.config, setup.memory_plan, paths_text(setup.config.hdf5_path)
     no_core = why_no_core()
@@ -384,7 +384,7 @@ def _warnings(setup: ReaderSetup, methods: Sequence[str], cache: str) -> Iterato
     kept, wanted = sum(plan.kept_nbytes), sum(setup.wanted_nbytes)
     if kept < wanted:
         yield (
-            f"{what}: {wanted:,} bytes of decoded chunks would be kept for later batches, and"
+            f"{what}: {wanted:,} bytes of decoded chunks should be kept for later batches, but only"
             f" {kept:,} are free for them: chunks are decoded more than once"
         )
     lengths = setup.samplings.lengths

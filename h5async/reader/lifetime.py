@@ -1,6 +1,6 @@
 """Closes open readers when the interpreter ends, and counts the forks of this process.
 
-After a fork, the child has none of the threads of readers, and a higher count.
+After a fork, the child has none of the readers' threads, and a higher count.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ EXIT_SECONDS = 10.0  # for unfinished work when the interpreter ends
 
 _open: weakref.WeakSet[Any] = weakref.WeakSet()  # engines
 _is_exiting = False  # whether the interpreter is
-num_forks = 0  # from the first process to this one, since the import
+num_forks = 0  # between the process that imported this module, and this one
 
 
 def register(engine: Any) -> None:
-    """Have an engine closed when the interpreter ends, as long as it exists.
+    """Have an engine closed when the interpreter ends, if it still exists.
 
     Raises `SystemExit` in a daemon thread of an interpreter that is ending.
     """
@@ -39,7 +39,7 @@ def _note_fork() -> None:
     num_forks += 1
     for engine in list(_open):
         if engine.ring.turns is not None:
-            engine.ring.turns.shut()  # so that the next call finds out
+            engine.ring.turns.shut()  # so that the next call notices the fork
 
 
 if hasattr(os, "register_at_fork"):
@@ -48,7 +48,7 @@ if hasattr(os, "register_at_fork"):
 
 @atexit.register
 def close_all() -> None:
-    """Close everything open; all are told to end before waiting for any."""
+    """Close all open engines; tell all of them to stop before waiting for any."""
     global _is_exiting
     _is_exiting = True
     found = list(_open)

@@ -1,13 +1,13 @@
 """Decides which batches come next: settles the rank, moves from epoch to epoch, saves positions.
 
-A saved position is a small dict of JSON types, the same in all ranks, with what the order depends
-on.
+A saved position is a small dict of JSON types, the same in all ranks; it includes everything that
+the order depends on.
 
 The rank of this process and the world size come from the environment, PyTorch or JAX. Each launcher
-sets variables of its own; PyTorch and JAX know once they are initialized. No process may get a part
-of the data by mistake, so all sources must agree:
+sets variables of its own; PyTorch and JAX know once they are initialized. No process may get the
+wrong part of the data, so all sources must agree:
 
-- Sources that say the same count as one.
+- Sources with equal ranks and world sizes count as one.
 - Launchers may be nested: `srun` starts `mpirun` or `torchrun` on each node, which start more
   processes than Slurm has tasks. The inner one counts if its level proves that it is the inner one
   and it has several processes.
@@ -41,26 +41,26 @@ from h5async.system.interruptions import suppressing
 _log = logging.getLogger("h5async")
 
 _VERSION = 1
-# A state's epoch, the position in its order at which the next batch begins, and the sizes with
-# which the epoch was begun, on which the order of its samples depends.
+# A state's epoch, the position in its order at which the next batch begins, and the batch and world
+# size with which the epoch was begun, which determine the order of its samples.
 _POSITION = ("epoch", "position", "batch_size", "world_size")
 # Optional parts of a state; those in the first line are digests.
 _DIGESTS = ("indices", "weights", "sampler")
 _OPTIONAL = (*_DIGESTS, "epoch_samples", "offset", "batch_values", "bucket")
 _OF_FILES = {
-    "fingerprint": "a file has changed since the state was saved, or what a field reads of it, as"
-    " by region: its sizes, shapes, dtypes, chunks, sequences or the lengths of samples differ",
+    "fingerprint": "a file has changed since the state was saved, or the part of it that a field"
+    " reads (region, say): sizes, shapes, dtypes, chunks, sequences or lengths of samples differ",
     "lengths": "samples have other lengths than when the state was saved",
 }
-_MOST_RANKS = 1 << 20  # bounds what a bad state can cost
+_MOST_RANKS = 1 << 20  # limits the time that an invalid state can cost
 
 
 class ReaderPosition:
     """Maps serial numbers to batches, and decides which one comes next.
 
-    The consumer's thread changes it; all may read it, as it is one value in the ring. Raises
-    `ConfigError` if the environment has contradictory ranks. `looped_epoch` is the epoch of the
-    caller's last batch, until the epoch ends for it.
+    Only the consumer's thread changes the position, a single value in the ring, so that all threads
+    may read it. Raises `ConfigError` if the environment has contradictory ranks. `looped_epoch` is
+    the epoch of the caller's last batch, until the caller's loop over it ends.
     """
 
     def __init__(self, samplings: Samplings, ring: SlotRing[Any]) -> None:
@@ -74,13 +74,13 @@ class ReaderPosition:
         except ConfigError:
             if not {"torch", "jax"}.intersection(sys.modules):
                 raise
-            rank = Rank(0, 1)  # a process group that is yet to be made will tell
+            rank = Rank(0, 1)  # a process group that is created later will tell
         self._go_to(rank, 0, 0, None)
 
     def settle(self) -> None:
-        """Settle rank and world size of this process.
+        """Fix the rank and world size of this process.
 
-        This waits for the first batch, because process groups are often made after the reader.
+        Not before the first batch, because process groups are often created after the reader.
         """
         if self.has_settled:
             return
@@ -113,13 +113,13 @@ class ReaderPosition:
     def num_batches(self) -> int:
         """Number of batches in an epoch; before the first batch, with the rank found now.
 
-        If epochs differ, it is that of the last batch's epoch; from its end on, of the next one.
+        If epochs differ: of the last batch's epoch or, once that has ended, of the next one.
         """
         return self._sampling_by_now().batches_in(self._epoch_by_now())
 
     @property
     def epoch_samples(self) -> int:
-        """Number of samples in an epoch, of all ranks; likewise."""
+        """Number of samples in an epoch, over all ranks; otherwise as `num_batches`."""
         return self._sampling_by_now().samples_in(self._epoch_by_now())
 
     def _epoch_by_now(self) -> int:
@@ -153,7 +153,7 @@ class ReaderPosition:
 
     def requests(self, assignments: Sequence[Assignment]) -> list[FillRequest]:
         """Return the requests for slots and the serial numbers assigned to them."""
-        course = self.course  # or a later one: then earlier assignments are dropped
+        course = self.course  # or a newer one: then these assignments are dropped
         position, order, given = course.position, course.order, course.given
         return [
             FillRequest(slot, serial, *position(serial), order, given.get(serial))
@@ -204,7 +204,7 @@ class ReaderPosition:
         sampler = self._samplings.sampler
         if sampler is not None:
             sampler.restore(epoch, state["sampler"])
-            if sampler.draws_batches:  # each stands for `batch_size` positions
+            if sampler.draws_batches:  # each batch counts as `batch_size` positions
                 start = start // batch_size * self._config.batch_size
                 batch_size = self._config.batch_size
         start = min(start, self._samplings.epoch_samples)
@@ -303,9 +303,9 @@ def _is(found: object, expected: object) -> bool:
 
 
 class Source(NamedTuple):
-    """A source that tells the rank of this process: the variables or functions in `found`.
+    """A source of this process's rank: the variables or functions in `found`.
 
-    A launcher starts only those of higher levels; None is any, as of variables set by hand.
+    A launcher starts only launchers of higher levels; None: of any level (set by hand, say).
     """
 
     rank: Rank
@@ -395,7 +395,7 @@ def _torch_level(environment: Mapping[str, str]) -> int | None:
 def _is_interactive(environment: Mapping[str, str]) -> bool:
     """Tell whether this is an interactive shell of Slurm, which has a single task.
 
-    `srun --pty` gives its first task alone a terminal and sets variables. Tasks of a step started
+    `srun --pty` gives only its first task a terminal, and sets variables. Tasks of a step started
     in that shell inherit the variables, but have no terminal.
     """
     if environment.get("SLURM_STEP_ID", environment.get("SLURM_STEPID")) in _NOT_BY_SRUN:
@@ -469,7 +469,7 @@ def _source(
 
 def _torch() -> list[Source]:
     group = sys.modules.get("torch.distributed")
-    # A build without it has no such function.
+    # A build of PyTorch without torch.distributed lacks this function.
     is_initialized = getattr(group, "is_initialized", None)
     if group is None or is_initialized is None or not is_initialized():
         return []

@@ -1,4 +1,4 @@
-"""Opens what a reader needs: dataset, orders of samples, device, and the memory of its slots.
+"""Opens everything a reader needs: dataset, orders of samples, device, and the slots' memory.
 
 It also checks samples that the caller gives.
 """
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 class ReaderSetup:
     """All parts of a reader that do not change after `open`, except the filler.
 
-    `transforms` are by column; `rows` are the samples in a slot; the device keeps those of `cache`.
-    `sample_count` is that of the dataset, and `num_samples` those that are selected.
+    `transforms` are by column; a slot has room for `rows` samples; the device keeps the samples in
+    `cache`. The dataset has `sample_count` samples, of which `num_samples` are selected.
     """
 
     def __init__(self, config: ReaderConfig) -> None:
@@ -51,7 +51,7 @@ class ReaderSetup:
         self.cache: Residency | Budget | None = None
 
     def open(self, helper: HelperFiller | None) -> None:
-        """Open everything, by helper processes if there are any."""
+        """Open everything, through helper processes if there are any."""
         self.helper = helper
         if helper is not None:
             helper.begin()  # meanwhile CuPy is imported here, if there is a GPU
@@ -82,7 +82,7 @@ class ReaderSetup:
         config, layouts, samplings = self.config, self.layouts, self.samplings
         self.rows = samplings.most_samples()
         self.transforms = slot_transforms(config, layouts, samplings, self.rows)
-        # Of fields whose batches have room for so many rows at most.
+        # Of fields whose batches have limited room: the maximum number of rows, and the rows.
         self._limits = [
             (transform.capacity, rows)
             for transform, rows in zip(self.transforms.values(), samplings.rows, strict=True)
@@ -117,7 +117,7 @@ class ReaderSetup:
             [name for name, kind in self.kinds.items() if kind.is_mapped],
         )
         selected = self.num_samples / max(1, self.sample_count)
-        # Decoded chunks, per column, that would help later batches.
+        # Per column, bytes of decoded chunks that would help later batches.
         self.wanted_nbytes = wanted_kept_nbytes(config, layouts, samplings.rows, selected)
         self.memory_plan = budget.plan(self.device_policy.host_nbytes, self.wanted_nbytes)
         threads = min(config.filler_threads, self.memory_plan.most_threads)
@@ -143,7 +143,7 @@ class ReaderSetup:
             self.cache = self.device.open_cache(self.samplings.selection, config.cache_bytes)
 
     def uploaded_by_core(self) -> tuple[Any, Sequence[SlotMemory]]:
-        """Return what the core uploads batches with, and the memory where they are then."""
+        """Return the core's uploads, None if it makes none, and the memory they go to."""
         core = None if self.masks else load_core()
         uploads = None if core is None else self.device.uploads(core)
         return uploads, () if uploads is None else [slot.delivered for slot in self.slots]
@@ -152,7 +152,7 @@ class ReaderSetup:
 
     @property
     def takes_any_samples(self) -> bool:
-        """Whether a batch may have any samples of the dataset, if they are not too many."""
+        """Whether a batch may have any samples of the dataset, up to a slot's size."""
         is_limited = self._limits or self.config.keeps_rows
         return not is_limited and self.samplings.all_are_possible
 
@@ -187,16 +187,16 @@ class ReaderSetup:
                 )
         if config.keeps_rows and not self.samplings.selection.are_in(found).all():
             raise ConfigError(
-                "index: with a cache, only samples that `indices` selects can be asked for; use"
+                "index: with a cache, only samples that `indices` selects can be requested; use"
                 " read(), or leave out the cache"
             )
         return found
 
-    # --- what it has ------------------------------------------------------------------------------
+    # --- facts ------------------------------------------------------------------------------------
 
     @property
     def field_layouts(self) -> dict[str, DatasetLayout]:
-        """By field; of a sparse one, that of the stored values."""
+        """Layouts by field; for a sparse field, that of its stored values."""
         return by_field(self.layouts, lambda values, indices: values)
 
     @property
@@ -206,7 +206,7 @@ class ReaderSetup:
 
     @property
     def device_cache(self) -> Residency | None:
-        """The samples that the device keeps, if it does."""
+        """The samples that the device keeps; None if it keeps none."""
         return self.cache if isinstance(self.cache, Residency) else None
 
     def cache_text(self, done: FillerStats) -> str:

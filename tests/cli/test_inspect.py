@@ -63,7 +63,7 @@ def test_groups_alike_are_one(demos):
     assert "(5 to 11, 7)" in row
     assert f"{total / 1000:.1f} kB" in row
     assert "56 bytes" in row
-    assert "groups alike: from the least samples to the most" in shown
+    assert "groups alike: the range of their numbers of samples" in shown
     assert len(first_words(demos, "--no-fold")) == 602
     assert "groups alike" not in run("inspect", demos, "--no-fold")
 
