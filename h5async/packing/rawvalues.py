@@ -139,9 +139,33 @@ class References:
                     self._of_references(part, found, values.where)
 
     def are_same(self, one: RawValues, other: RawValues) -> bool:
-        """Return whether values of the two files are equal; changes the references in `one`."""
+        """Return whether values of the two files are equal; changes the references in both."""
+        taken = [self._take_regions(one, self._source), self._take_regions(other, self._target)]
+        regions = []
+        for address, region in taken[0]:
+            twin = self._twins.get(address)
+            regions.append((0, b"") if twin is None else (twin.address, region))
         self.change(one)
-        return content(one.kind, one.bytes) == content(other.kind, other.bytes)
+        return regions == taken[1] and content(one.kind, one.bytes) == content(
+            other.kind, other.bytes
+        )
+
+    def _take_regions(self, values: RawValues, file: h5py.h5f.FileID) -> list[tuple[int, bytes]]:
+        """Return the object's address and the selection of each region reference; clears these.
+
+        They cannot be compared otherwise: their bytes differ, and making one writes to the file.
+        """
+        taken = []
+        if values.bytes.size and has_references(values.kind):
+            for part, found in parts_of(values.kind, values.bytes):
+                if isinstance(part, h5t.TypeReferenceID) and part.equal(h5t.STD_REF_DSETREG):
+                    for reference in found:
+                        region = _region_of(reference.copy(), file, values.where)
+                        taken.append(
+                            (0, b"") if region is None else (region[0], region[1].encode())
+                        )
+                    found[:] = 0
+        return taken
 
     def _of_references(self, kind: h5t.TypeReferenceID, values: Bytes, where: str) -> None:
         if kind.equal(h5t.STD_REF_OBJ):
@@ -158,19 +182,22 @@ class References:
     def _of_region(self, reference: Bytes, where: str) -> Bytes:
         """Return a reference to the same region of the dataset in the other file."""
         new = np.zeros_like(reference)
-        if not reference.any():
-            return new
-        source = self._source
-        found = h5i.wrap_identifier(
-            call_hdf5("H5Rdereference2", where, source, 0, _REGION, reference, result=_ID)
-        )
-        region = h5s.SpaceID(
-            call_hdf5("H5Rget_region", where, source, _REGION, reference, result=_ID)
-        )
-        twin = self._twins.get(h5o.get_info(found).addr)
-        if twin is not None:
-            call_hdf5("H5Rcreate", where, new, self._target, twin.path, _REGION, region)
+        found = _region_of(reference, self._source, where)
+        twin = None if found is None else self._twins.get(found[0])
+        if found is not None and twin is not None:
+            call_hdf5("H5Rcreate", where, new, self._target, twin.path, _REGION, found[1])
         return new
+
+
+def _region_of(
+    reference: Bytes, file: h5py.h5f.FileID, where: str
+) -> tuple[int, h5s.SpaceID] | None:
+    """Return the address of the dataset that a reference leads to, and what it selects there."""
+    if not reference.any():
+        return None
+    found = call_hdf5("H5Rdereference2", where, file, 0, _REGION, reference, result=_ID)
+    region = call_hdf5("H5Rget_region", where, file, _REGION, reference, result=_ID)
+    return h5o.get_info(h5i.wrap_identifier(found)).addr, h5s.SpaceID(region)
 
 
 def parts_of(kind: h5t.TypeID, values: Bytes) -> Iterator[tuple[h5t.TypeID, Bytes]]:
@@ -217,6 +244,11 @@ def content(kind: h5t.TypeID, values: Bytes) -> bytes:
 def has_references(kind: h5t.TypeID) -> bool:
     """Return whether elements of a datatype are or contain references."""
     return bool(kind.detect_class(h5t.REFERENCE))
+
+
+def is_by_hdf5(kind: h5t.TypeID) -> bool:
+    """Return whether the stored bytes of elements mean nothing outside their file."""
+    return has_pointers(kind) or has_references(kind)
 
 
 def has_pointers(kind: h5t.TypeID) -> bool:

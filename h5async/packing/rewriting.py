@@ -29,7 +29,7 @@ from h5async.order.selection import Selection
 from h5async.packing.chunkwriter import ChunkWriter, DatasetWriter
 from h5async.packing.encodedsamples import encoded_images
 from h5async.packing.objects import Making, ObjectCopy, is_outside
-from h5async.packing.rawvalues import Bytes, RawValues, References, call_hdf5, has_pointers
+from h5async.packing.rawvalues import Bytes, RawValues, References, call_hdf5, is_by_hdf5
 from h5async.packing.rowsource import Block, Extents, RowSource
 from h5async.spelling import named
 
@@ -103,8 +103,8 @@ class Rewrite:
 
     @property
     def is_by_hdf5(self) -> bool:
-        """Whether HDF5 must read and write the elements: only it can follow their pointers."""
-        return has_pointers(self.source.kind)
+        """Whether HDF5 must read and write the elements: they have pointers or references."""
+        return is_by_hdf5(self.source.kind)
 
     @property
     def how(self) -> str:

@@ -26,7 +26,7 @@ from h5async.index.tables import ChunkTable
 from h5async.io.hdf5files import HDF5File
 from h5async.order.selection import Int64s, Selection
 from h5async.packing.objects import stored_filters
-from h5async.packing.rawvalues import RawValues, has_pointers, raw_fill
+from h5async.packing.rawvalues import RawValues, is_by_hdf5, raw_fill
 from h5async.reader.asyncreader import AsyncReader
 from h5async.spelling import name_bytes, name_text
 
@@ -141,7 +141,7 @@ class RowSource:
     @cached_property
     def tables(self) -> list[ChunkTable] | None:
         """The chunk table of each dataset; None if stored chunks cannot be copied."""
-        if has_pointers(self.kind) or self._maps is not None or not self.is_stored_alike:
+        if is_by_hdf5(self.kind) or self._maps is not None or not self.is_stored_alike:
             return None
         try:
             return [

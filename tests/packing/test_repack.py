@@ -663,3 +663,42 @@ def test_command(images, tmp_path):
     assert_has(path, images, slice(None))
     with h5py.File(path) as file:
         assert (file["labels"].dtype, file["data"].compression) == (np.int16, "lzf")
+
+
+SAMPLED = ["data", "refs", "regions", "pairs"]
+
+
+@pytest.mark.parametrize("chunks", [None, (4,)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"chunk_samples": 3},
+        {"indices": [3, 2, 5], "fields": SAMPLED},
+        {"chunks": {"refs": (3,), "pairs": (3,)}},
+    ],
+)
+def test_references_lead_to_the_copies(tmp_path, chunks, options):
+    source, target = tmp_path / "in.h5", tmp_path / "out.h5"
+    with h5py.File(source, "w") as file:
+        file["before"] = np.arange(20_000)  # so that addresses differ in the target
+        file["group/one"] = np.arange(30)
+        file["data"] = np.arange(8)
+        dtype = np.dtype([("number", "i4"), ("object", h5py.ref_dtype)])
+        refs = file.create_dataset("refs", 8, h5py.ref_dtype, chunks=chunks)
+        regions = file.create_dataset("regions", 8, h5py.regionref_dtype, chunks=chunks)
+        pairs = file.create_dataset("pairs", 8, dtype, chunks=chunks)
+        for number in range(8):
+            refs[number] = file["group/one" if number % 2 else "before"].ref
+            regions[number] = file["group/one"].regionref[number : number + 2]
+            pairs[number] = number, refs[number]
+    h5async.repack(source, target, verify=True, **options)
+    taken = options.get("indices", range(8))
+    with h5py.File(target) as file:
+        for at, number in enumerate(taken):
+            name = "/group/one" if number % 2 else "/before"
+            assert file[file["refs"][at]].name == name
+            assert file[file["pairs"][at]["object"]].name == name
+            assert file["pairs"][at]["number"] == number
+            region = file["regions"][at]
+            assert file[region].name == "/group/one"
+            assert file[region][region].tolist() == [number, number + 1]
