@@ -443,7 +443,7 @@ def _with_room(layout: DatasetLayout, room: Int64s) -> DatasetLayout:
 
 
 def _ragged_with_room(layout: DatasetLayout, room: Int64s, shift: Int64s) -> DatasetLayout:
-    """Do this for samples that are runs of rows: samples outside sequences have no rows."""
+    """Do the same for samples that are runs of rows; those outside sequences have no rows."""
     assert layout.sequences is not None
     held = layout.sequences.held
     at = np.arange(int(held.sum())) + np.repeat(shift, held)
