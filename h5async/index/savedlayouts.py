@@ -1,6 +1,6 @@
 """Converts layouts to the header and the arrays of a saved index, and back. Pure.
 
-All layouts are one table, `Datasets`, and are saved as they are: its columns are arrays, its kinds
+All layouts form one table, `Datasets`, which is saved as it is: its columns are arrays, its kinds
 are in the header (`savedfile.py`). A layout that consists of others follows them in the table; its
 segments are facts of its own.
 """
@@ -36,10 +36,10 @@ from h5async.index.storedtypes import Sequences, VariableLength
 from h5async.index.tables import ChunkTable, Int64s, Piece, Segments, extents_of, repeated
 from h5async.io.source import FileStamp, IoMode, may_map
 
-_NOT_SAVED = {"limit": None, "is_shared": False, "file_samples": ()}  # no other values
+_NOT_SAVED = {"limit": None, "is_shared": False, "file_samples": ()}  # must be so
 
 # The arrays of a saved index, and their dtypes: the columns of the table of datasets, those of its
-# chunks, and what kinds refer to.
+# chunks, and facts that single datasets have.
 _COLUMNS = {
     "kind": "i4",
     "file": "i4",
@@ -83,7 +83,7 @@ class LayoutWriter:
     def add(self, layout: DatasetLayout) -> int:
         """Add a layout and its datasets; return its number.
 
-        NotPortableError if it has no form in which another process could read it.
+        NotPortableError if another process could not read it.
         """
         found = self._number_of.get(id(layout))
         if found is not None:
@@ -197,7 +197,7 @@ class LayoutWriter:
             found = self._places[id(array)] = [self._sizes[name], array.size]
             self._arrays[name].append(np.ascontiguousarray(array, _FACTS[name]))
             self._sizes[name] += array.size
-            self._held.append(array)  # so that no other gets the same id
+            self._held.append(array)  # so that no other array gets the same id
         return found
 
 
@@ -211,7 +211,7 @@ def _one_if_equal(column: NDArray[Any]) -> NDArray[Any]:
 
 
 def _shared_facts(layout: DatasetLayout) -> dict[str, Any]:
-    """Return the values of a `SavedKind`; the number of samples does not count."""
+    """Return the values of a `SavedKind`, which leaves out the number of samples."""
     indexed, rank = layout.indexed, len(layout.shape) - layout.extra_dims
     return {
         **{name: getattr(layout, name) for name in SHARED},
@@ -229,7 +229,7 @@ class LayoutReader:
     """Makes the layouts of a saved index, each on its first request. Used by one thread.
 
     `files` are those of the index, with the paths to open. `columns` and `kinds` are its table, not
-    checked yet; `io` says how files are read. ValueError if it makes no sense.
+    checked yet; `io` says how files are read. ValueError if it is invalid.
     """
 
     def __init__(
@@ -296,9 +296,9 @@ class LayoutReader:
         return found
 
     def _require_usable(self, kind: int, file: int) -> None:
-        """Raise NotUsableError for a kind of another installation.
+        """Raise NotUsableError if this installation would read a kind of datasets differently.
 
-        Also if columns were to be read differently: directly only if mapped.
+        That includes columns, which are read directly only if files may be mapped.
         """
         if not self._is_usable[kind]:
             raise NotUsableError
@@ -351,7 +351,7 @@ class LayoutReader:
         kind_of, at = columns.kind.copy(), np.flatnonzero(self._is_own[first : first + count])
         kind_of[at] = len(self.kinds) + np.arange(at.size)
         _, example, which = np.unique(kind_of, return_index=True, return_inverse=True)
-        order = np.argsort(example)  # fingerprints depend on it
+        order = np.argsort(example)  # fingerprints depend on the order
         kinds = [self.layout(first + at) for at in example[order].tolist()]
         if any(kind.segments is not None for kind in kinds):
             raise ValueError("a layout of layouts of others")
@@ -377,7 +377,7 @@ class LayoutReader:
         layout.__dict__.update(segments=segments, datasets=Datasets(kinds, columns))
 
     def _array(self, name: str, place: Place) -> NDArray[Any]:
-        """Return an array that was added to the others of its name."""
+        """Return an array from its place among the others of its name."""
         begin, count = place
         found = self._arrays[name][begin : begin + count]
         if found.size != count:
@@ -401,7 +401,7 @@ class LayoutReader:
             if heap.first_sample < end or of_file.size != places.size or (places >= 0).any():
                 raise ValueError("elements have no places")
             if is_for_core and (of_file[places == NOWHERE] != 0).any():
-                raise NotUsableError  # an installation without the core knows only lengths
+                raise NotUsableError  # saved without the core, which finds the places
             if places.size and int(of_file.max()) * heap.dtype.itemsize > stamp.nbytes:
                 raise ValueError("an element is longer than its file")
             if heap.dtype.base != layout.dtype or not heap.dtype.itemsize:
@@ -423,7 +423,7 @@ def _repeated(column: NDArray[Any], count: int) -> NDArray[Any]:
 
 
 def _require_sound(segments: Segments, rows: Int64s, num_samples: int) -> None:
-    """Raise ValueError unless segments lie in datasets of some `rows`, and do not overlap."""
+    """Raise ValueError unless segments lie in datasets of `rows[i]` rows, without overlap."""
     first, length, row, step = segments.first, segments.length, segments.row, segments.step
     require_below(segments.dataset, rows.size, "dataset")
     require_below(segments.piece, len(segments.pieces), "piece")
@@ -451,7 +451,7 @@ def require_below(column: NDArray[np.int32], limit: int, what: str) -> None:
 
 
 def _require_fitting(source: DatasetLayout, piece: Piece, whole: DatasetLayout) -> None:
-    """Raise ValueError unless a piece of a dataset's rows is one of the rows of a whole."""
+    """Raise ValueError unless a piece of a source's rows fits the rows of the whole."""
     source_shape, shape = source.row_shape, whole.row_shape
     if piece.member is not None:
         if piece.member not in (source.dtype.names or ()):
