@@ -63,9 +63,8 @@ def filters_of(plist: h5py.h5p.PropDCID) -> tuple[Filter, ...]:
 def with_checked_filters(layout: DatasetLayout, dataset: Opened, where: str) -> DatasetLayout:
     """Check the filters of a dataset, and find out whether its edge chunks are raw.
 
-    `ReadError` if a filter's client data state a different chunk size: HDF5 would return
-    uninitialized memory. `DatasetError` if a chunk was written with a filter that neither the core
-    nor h5py has.
+    `ReadError` if a filter's client data state another chunk size: HDF5 would return uninitialized
+    memory. `DatasetError` if a chunk was written with a filter that neither the core nor h5py has.
     """
     if not layout.chunk_shape or not layout.filters:
         return layout

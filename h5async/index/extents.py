@@ -74,8 +74,7 @@ class TableBuilder:
     def build(self, layout: DatasetLayout, kept_nbytes: int = 0) -> FieldTable:
         """Return the table of a field.
 
-        Small datasets become one chunk each if everything of the field that can be kept fits into
-        `kept_nbytes`.
+        Each small dataset is one chunk if all that can be kept of the field fits in `kept_nbytes`.
         """
         if layout.heaps:
             return self._heap_table(layout)

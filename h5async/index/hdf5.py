@@ -1,11 +1,10 @@
 """Queries HDF5: `Opened` is an open dataset, whose common facts are requested only once.
 
 Also calls functions that h5py does not wrap, in the library that h5py has loaded; and reads the
-fill value, for elements that were never written; the digest that distinguishes a dataset from one
+fill value of elements that were never written; the digest that distinguishes a dataset from one
 that takes its place; and attributes: names of dimensions, and how values are packed by the CF
-conventions, as stored (`plan/cf.py` interprets them). netCDF-4 and h5py (`make_scale`,
-`attach_scale`) attach scales, which are datasets, to dimensions; h5py also sets labels
-(`dims[0].label`).
+conventions (`plan/cf.py` interprets these). netCDF-4 and h5py (`make_scale`, `attach_scale`) attach
+scales, which are datasets, to dimensions; h5py also sets labels (`dims[0].label`).
 """
 
 from __future__ import annotations
