@@ -81,8 +81,8 @@ class FileChanges:
             if path not in self._warned:
                 self._warned.add(path)
                 self._warnings.append(
-                    f"{path} was changed while a reader has it open; its chunks still lie where"
-                    " they did, so the reader goes on, and gives new values from now on"
+                    f"{path} was changed while a reader had it open; its chunks are still in the"
+                    " same places, so the reader continues, with the new values from now on"
                 )
 
     def _require_same(self, path: str, nbytes: int, open_name: str, may_grow: bool) -> None:
@@ -156,7 +156,7 @@ def _difference(file: HDF5File, layout: DatasetLayout, path: str, may_grow: bool
     if now.shape != known.shape and not (may_grow and has_grown):
         return f"{name} has shape {now.shape}, and had {known.shape} before"
     if any(cf_attributes(dataset.id, where) != attributes for _, attributes in layout.cf):
-        return f"attributes of {name} that say how its values are packed are others now"
+        return f"the attributes of {name} that say how its values are packed have changed"
     if may_grow or layout.fallback_reason is not None:
         return None
     if layout.storage == "contiguous":

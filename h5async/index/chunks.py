@@ -213,7 +213,7 @@ def converted(layout: DatasetLayout, parameters: tuple[int, ...]) -> DatasetLayo
     conversion = Filter(CONVERSION, parameters, "conversion")
     if layout.chunks is not None:
         if len(layout.filters) >= _MOST_FILTERS:
-            raise NotDirectError("as many filters as HDF5 allows, and a conversion")
+            raise NotDirectError("a conversion, besides as many filters as HDF5 allows")
         table = layout.chunks
         table = replace(table, filter_mask=shortened(table.filter_mask << np.uint32(1)))
         return layout.changed(filters=(conversion, *layout.filters), chunks=table)
@@ -223,7 +223,7 @@ def converted(layout: DatasetLayout, parameters: tuple[int, ...]) -> DatasetLayo
     size = max(n for n in range(1, most + 1) if rows % n == 0)
     count = rows // size if layout.offset >= 0 and 0 not in layout.shape else 0
     if count > _MOST_UNITS:
-        raise NotDirectError("a stored type to convert, of rows that make no equal units")
+        raise NotDirectError("a stored type to convert, in rows that give no equal units")
     nbytes = size * row_nbytes
     offset = layout.offset + nbytes * np.arange(count, dtype=np.int64)
     return layout.changed(

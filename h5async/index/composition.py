@@ -44,7 +44,7 @@ from h5async.index.tables import (
     runs_between,
 )
 
-_UNLIKE_TEXT = "its strings end otherwise than those of other files"
+_UNLIKE_TEXT = "its strings are padded differently from those of other files"
 _UNCHUNKED = "contiguous", "compact"
 _MOST_APART = 1  # the maximum difference of rows between fields, per sequence
 
@@ -116,7 +116,7 @@ def _combined(part: Part, whole: DatasetLayout) -> DatasetLayout:
     fills = source.raw_fill, whole.raw_fill
     are_alike = fills[0].dtype == fills[1].dtype and fills[0].tobytes() == fills[1].tobytes()
     if source.storage == "virtual" and source.has_gaps and not are_alike:
-        return left_to_hdf5(source, "it has gaps, and another fill value than the whole")
+        return left_to_hdf5(source, "it has gaps, and its fill value is not that of the whole")
     return source
 
 
@@ -204,8 +204,8 @@ def join_layouts(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
         if not same_rows or layout.dtype.newbyteorder("=") != first.dtype.newbyteorder("="):
             raise DatasetError(
                 f'dataset "{first.path}" has samples of {_described(first, layout)} in'
-                f" {first.file}, but of {_described(layout, first)} in {layout.file}; several"
-                " files can be read as one where these are equal"
+                f" {first.file}, but of {_described(layout, first)} in {layout.file}; files"
+                " can only be read as one if these are equal"
             )
         # (Ragged values that belong to no sample are left out.)
         first_row, behind = (
@@ -276,8 +276,8 @@ def _joined_heaps(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
         if layout.dtype != first.dtype or layout.shape[1:] != first.shape[1:] or not layout.heaps:
             raise DatasetError(
                 f'dataset "{first.path}" has values of {first.dtype} in {first.file}, but of'
-                f" {layout.dtype} in {layout.file}; several files can be read as one where these"
-                " are equal"
+                f" {layout.dtype} in {layout.file}; files can only be read as one if these are"
+                " equal"
             )
         heaps += [heap._replace(first_sample=heap.first_sample + count) for heap in layout.heaps]
         count += layout.sample_count
@@ -396,7 +396,7 @@ def aligned(layouts: Mapping[str, DatasetLayout]) -> dict[str, DatasetLayout]:
         both = f"{layouts[name].file}: {first_name} and {name} have"
         if lengths.size != first.size:
             raise DatasetError(
-                f"{both} {first.size} and {lengths.size} sequences; all fields must have equal"
+                f"{both} {first.size} and {lengths.size} sequences; all need the same number"
             )
         at = int(np.argmax(abs(lengths - first))) if first.size else 0
         if first.size and abs(lengths - first)[at] > _MOST_APART:

@@ -60,11 +60,11 @@ def what_is_there(file: HDF5File, reach: Reach, missing: str) -> str:
     shapes, readable = _with_groups(file, datasets, reach)
     looked = f"the first {_MOST_OBJECTS:,} objects of the file"
     if not shapes:
-        return f"{looked} are no datasets" if is_cut else "the file holds no datasets"
+        return f"{looked} include no datasets" if is_cut else "the file holds no datasets"
     shown = [f'"{name}" {shape}' for name, shape in shapes.items()][:_LISTED_DATASETS]
     more = len(shapes) - len(shown)
     text = ", ".join(shown) + (f" and {more} more" if more > 0 else "")
-    text = f"{looked} hold {text}; there are others" if is_cut else f"the file holds {text}"
+    text = f"{looked} include {text}; there are more" if is_cut else f"the file holds {text}"
     command = _sequences_in(shapes, missing) or _read_command(file, readable)
     return f"{text}; try: {command}" if command else text
 
@@ -224,8 +224,8 @@ def older_categories(located: Located, node: h5py.h5d.DatasetID) -> str | None:
             if isinstance(names, h5py.Dataset) and names.name is not None:
                 return str(name_text(names.name)).strip("/")
             raise DatasetError(
-                f'{located.file.filename}: column "{located.path}": its categories are no dataset'
-                " of the file"
+                f'{located.file.filename}: column "{located.path}": its categories are not a'
+                " dataset of the file"
             )
     parent, _, name = located.path.strip("/").rpartition("/")
     group = f"{parent}/{_GROUP}" if parent else _GROUP

@@ -180,7 +180,7 @@ def _two_numbers(group: h5py.Group) -> Any:
 def _shape_of(value: object, what: str) -> tuple[int, int]:
     found = np.asarray(value)
     if found.shape != (2,) or found.dtype.kind not in "iu" or (found < 0).any():
-        raise DatasetError(f"{what} must be the numbers of rows and columns, and is {value!r}")
+        raise DatasetError(f"{what} must be the numbers of rows and columns, but is {value!r}")
     if (found > np.iinfo(np.int64).max).any():
         raise DatasetError(f"{what} is {found.tolist()}, beyond 2**63; the file is damaged")
     return int(found[0]), int(found[1])
@@ -197,11 +197,11 @@ def _require_fit(parts: dict[str, DatasetLayout], shape: tuple[int, int], where:
             )
     num_values, num_indices = parts["data"].num_samples, parts["indices"].num_samples
     if num_values != num_indices:
-        raise DatasetError(f"{where} has {num_values} values, and {num_indices} indices of them")
+        raise DatasetError(f"{where} has {num_values} values, but {num_indices} column indices")
     num_offsets = parts["indptr"].num_samples
     if num_offsets != shape[0] + 1:
         raise DatasetError(
-            f"{where} has {shape[0]} rows, and {num_offsets} offsets of rows instead of"
+            f"{where} has {shape[0]} rows, but {num_offsets} offsets of rows instead of"
             f" {shape[0] + 1}"
         )
 

@@ -143,7 +143,7 @@ def _ask_hdf5(
     if status >= 0:
         return int(found.value)
     if default is None:
-        raise NotDirectError(f"HDF5 does not answer {function}")
+        raise NotDirectError(f"HDF5 gives no result for {function}")
     return default
 
 
@@ -426,13 +426,11 @@ def numbered_axis(axis: int | str, names: DimensionNames, rank: int, where: str)
     if found:
         raise DatasetError(
             f'{where}: its dimensions {found[0]} and {found[1]} both have the name "{axis}"; give'
-            " the number of the one that is meant"
+            " a number instead"
         )
     if not any(names):
         hint = (
-            " (readers of netCDF make names such as phony_dim_0 up)"
-            if axis.startswith(_PHONY)
-            else ""
+            " (netCDF readers make up names such as phony_dim_0)" if axis.startswith(_PHONY) else ""
         )
         raise DatasetError(
             f'{where}: there is no dimension "{axis}", because its {rank} dimensions have no'
@@ -471,8 +469,8 @@ def _cf_attribute(dataset: h5py.h5d.DatasetID, name: str, where: str) -> CfAttri
     nbytes = found.get_storage_size() if count else 0  # (h5py fails for 0)
     if count > _MOST_VALUES or nbytes > _MOST_NBYTES:
         raise DatasetError(
-            f"{where}: its attribute {name} has {count:,} values of {nbytes:,} bytes, and"
-            f" {_MOST_VALUES} of {_MOST_NBYTES:,} bytes are the most that decode_cf takes"
+            f"{where}: its attribute {name} has {count:,} values in {nbytes:,} bytes; decode_cf"
+            f" accepts at most {_MOST_VALUES} in {_MOST_NBYTES:,} bytes"
         )
     value = h5py.Dataset(dataset).attrs[name]
     if isinstance(value, h5py.Empty):

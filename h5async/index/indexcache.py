@@ -200,10 +200,10 @@ class IndexCache:
         except OSError as error:
             raise self._error(f"cannot be read: {error.strerror or error}") from error
         if index.paths != self._files or not index.key:
-            what = "was written by h5async index" if not index.key else "is of other files"
+            what = "was written by h5async index" if not index.key else "belongs to other files"
             raise self._error(
-                f"{what}, and would be overwritten; name another file, or, to read its files,"
-                f" {named('hdf5_path', str(self._path))}"
+                f"{what}, and would be overwritten; name another file, or, to read the indexed"
+                f" files, use {named('hdf5_path', str(self._path))}"
             )
         return index if index.key == self._key else None
 

@@ -118,11 +118,11 @@ class Room:
             free = int(MEMORY_SHARE * free_memory()[0].nbytes)
             limit = max(self._least, min(_TIMES_STORED * stored, free))
             if wanted > limit:
-                before = f", after {self._taken:,} for others" if self._taken else ""
+                before = f" besides {self._taken:,} for others" if self._taken else ""
                 raise BudgetError(
-                    f"{what} take {nbytes:,} bytes{before}, more than the {limit:,} that may be"
-                    f" taken for files of {stored:,} bytes, with {free:,} bytes of memory to use;"
-                    f" store fewer, or set {named('max_batch_bytes')} to {wanted} if you trust the"
+                    f"{what} need {nbytes:,} bytes{before}, more than the limit of {limit:,} for"
+                    f" files of {stored:,} bytes and {free:,} bytes of usable memory; store fewer,"
+                    f" or set {named('max_batch_bytes')} to {wanted} if you trust the"
                     " file"
                 )
         self._taken = wanted
@@ -258,7 +258,7 @@ def beside(holder: str, name: str, where: str) -> str:
         url = f"{root}://{host}/{quote(path) if root.lower() in WEB else path}"
     is_plain = scheme_of(url) not in WEB or "?" not in url
     if ".." in url.split("/") or not is_plain or (name == url and "%" in url):
-        raise UnsafeFileError(f"{where} refers to {name!r}, which leads nowhere")
+        raise UnsafeFileError(f"{where} refers to {name!r}, which is not a valid name")
     return url
 
 

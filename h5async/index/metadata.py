@@ -249,7 +249,7 @@ def value_layout(
             hint = f'; name one of its columns, as in "{name}[:, 0]"' if node.ndim == 2 else ""
             raise DatasetError(f"{where} must have one dimension, and has shape {node.shape}{hint}")
         if (node.size if number is None else node.shape[0]) > most:
-            raise DatasetError(f"{where} holds {node.size:,} values, for {most:,} at most")
+            raise DatasetError(f"{where} holds {node.size:,} values; at most {most:,} are possible")
         stored = opened.get_type()
         if not (isinstance(stored, h5py.h5t.TypeStringID) and stored.is_variable_str()):
             layout = indexer.layout(found.path, opened, found.rest, 0)
@@ -332,8 +332,8 @@ def _layout_of_two(
     axes = by_sequence.sample_axis, by_step.sample_axis
     if axes[0] == axes[1]:
         raise ConfigError(
-            f'{indexer.file.filename}: dataset "{path}": num_dim names one dimension twice, found'
-            f" {num_dim}"
+            f'{indexer.file.filename}: dataset "{path}": num_dim names the same dimension'
+            f" twice: {num_dim}"
         )
     are_one_run = axes == (0, 1) and is_one_run(by_sequence)
     nbytes = (_RUN_NBYTES if are_one_run else _PART_NBYTES) * by_sequence.num_samples
@@ -364,7 +364,7 @@ def _dataset_at(
         missing = missing or "doesn't exist" in str(error)
         detail = "" if missing else f" that can be opened ({error})"
         if missing and "@" in path:
-            detail = '; if it is an attribute, give the field per="file", say'
+            detail = '; if it is an attribute, give the field per="file", for example'
         raise DatasetError(
             f'{file.filename}: there is no dataset "{path}"{detail};'
             f" {what_is_there(file, reach, path)}"
@@ -375,7 +375,7 @@ def _dataset_at(
         if is_group and shape_of_field(h5py.Group(node)) is not None:
             raise OtherKindError(
                 f'{file.filename}: "{path}" is a group that is read as one field, a sparse matrix'
-                " or a column of a table (categories come by themselves); give its path alone,"
+                " or a column of a table (its categories are read with it); give its path alone,"
                 " without options of other kinds"
             )
         raise OtherKindError(

@@ -181,7 +181,7 @@ def read_saved(path: FileName, *, owners: Sequence[int], may_map: bool) -> Saved
         status = os.fstat(file.fileno())
         _require_ours(status, owners)
         if status.st_size < _HEAD.size:
-            raise SavedIndexError(f"it has {status.st_size} bytes, which is no saved index")
+            raise SavedIndexError(f"it has {status.st_size} bytes, too few for a saved index")
         if not may_map:
             read = file.read()
             if len(read) != status.st_size:
@@ -207,8 +207,8 @@ def _fetched(name: str) -> bytes:
 def _require_ours(status: os.stat_result, owners: Sequence[int]) -> None:
     if status.st_uid not in owners:
         raise SavedIndexError(
-            f"it belongs to another user ({status.st_uid}), who could let it name any file; make"
-            " one of your own (h5async index)"
+            f"it belongs to another user ({status.st_uid}), who could make it refer to any file;"
+            " make your own (h5async index)"
         )
     if status.st_mode & stat.S_IWOTH:
         raise SavedIndexError("every user may write to it; remove that permission (chmod o-w)")
@@ -287,7 +287,7 @@ def _dtype(found: Any, *, depth: int = 0) -> np.dtype[Any]:
     elif isinstance(kind, dict):
         kind = {**kind, "formats": [_dtype(one, depth=depth + 1) for one in kind["formats"]]}
     elif type(kind) is not str:
-        raise TypeError(f"{kind!r} is no dtype")
+        raise TypeError(f"{kind!r} is not a dtype")
     dtype: np.dtype[Any] = np.dtype(kind) if metadata is None else np.dtype(kind, metadata=metadata)
     if dtype.hasobject:
         raise ValueError("a dtype of objects")

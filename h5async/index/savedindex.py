@@ -191,7 +191,7 @@ class SavedIndex:
             table = arrays["entries"].reshape(-1, 3)
             limits = len(saved.primary), len(wanted), len(self._layouts)
             if (table < 0).any() or (table >= np.array(limits)).any():
-                raise ValueError("an entry names what is not there")
+                raise ValueError("an entry refers to something that does not exist")
             for file, dataset, layout in table.tolist():
                 self._entries[file][wanted[dataset]] = layout
         except _MALFORMED as error:
@@ -290,7 +290,7 @@ class NamedIndex(SavedIndex):
     def changed(self, name: str) -> ReadError:
         """Return the error for a file that has changed since the index was made."""
         return ReadError(
-            f"{name} was changed, or is missing, since {self._path} was made; {self._remedy}"
+            f"{name} was changed or removed since {self._path} was made; {self._remedy}"
         )
 
     @property
@@ -340,8 +340,8 @@ class NamedIndex(SavedIndex):
             raise self._refusal(SavedIndexError("it names a file that no other refers to"))
         if saved.allow_missing and not reach.missing_is_fill:
             raise ConfigError(
-                f"{self._path} was made with {named('allow_missing', True)}: what is missing of"
-                " its virtual datasets has their fill value; give the reader the same"
+                f"{self._path} was made with {named('allow_missing', True)}: missing sources"
+                " of virtual datasets have the fill value; give the reader the same option"
             )
 
     def _require_current(self) -> None:
@@ -352,7 +352,7 @@ class NamedIndex(SavedIndex):
         for name in itertools.chain(*map(self._absent, self._saved.absent)):
             if is_anything_at(name):
                 raise ReadError(
-                    f"{name} is there, which was missing when {self._path} was made; {self._remedy}"
+                    f"{name} exists, but was missing when {self._path} was made; {self._remedy}"
                 )
 
 
@@ -366,7 +366,7 @@ def _not_sensible(error: Exception) -> Exception:
     for cause in causes:
         if interruption(cause) is not None:
             return cause
-    return SavedIndexError(f"it makes no sense ({what})")
+    return SavedIndexError(f"its content is invalid ({what})")
 
 
 def _with(named: Callable[[str], SourceName], name: str) -> str:
@@ -408,7 +408,7 @@ def _require_sound(columns: Columns, kinds: Sequence[DatasetLayout]) -> None:
         raise ValueError("values lie beyond the end of their file")
     count = np.diff(begin)
     if begin[0] or (count < 0).any() or begin[-1] != chunks.offset.size:
-        raise ValueError("chunk tables do not lie one after the other")
+        raise ValueError("chunk tables are not consecutive")
     if ((count > 0) & (chunk_rows == 0)).any():
         raise ValueError("a dataset without chunks has a chunk table")
     along = -(-rows // np.maximum(1, chunk_rows))
@@ -451,7 +451,7 @@ def _require_places(columns: Columns, end: Int64s, grid: Int64s, expected: Int64
     if count.size > 1:
         end, grid, expected = (np.repeat(limit, count) for limit in (end, grid, expected))
     if ((offset < _SUPERBLOCK_NBYTES) | (nbytes < 0) | (nbytes > end)).any():
-        raise SavedIndexError("a chunk lies nowhere")
+        raise SavedIndexError("a chunk has an invalid address or length")
     if (offset > end - nbytes).any():
         raise SavedIndexError("a chunk lies beyond the end of its file")
     if np.where(expected < 0, nbytes == 0, nbytes != expected).any():

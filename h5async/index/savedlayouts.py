@@ -250,9 +250,9 @@ class LayoutReader:
         self._is_usable = [_is_usable(kind) for kind in self.kinds]
         path, is_sparse = arrays["path"], arrays["is_sparse"].astype(np.bool_)
         if ((path < 0) | (path >= len(header.paths))).any():
-            raise ValueError("a dataset names a path that is not there")
+            raise ValueError("a dataset refers to a path that does not exist")
         if len({arrays[name].size - (name == "begin") for name in _COLUMNS}) != 1:
-            raise ValueError("columns have unlike lengths")
+            raise ValueError("columns differ in length")
         count = arrays["offset"].size
         if is_sparse.any() and arrays["number"].size != count:
             raise ValueError("chunks have no numbers")
@@ -326,7 +326,7 @@ class LayoutReader:
         if own.spans is not None:
             spans = members["spans"] = self._array("numbers", own.spans)
             if not spans.size or (spans[1:] < spans[:-1]).any():
-                raise ValueError("samples do not follow each other")
+                raise ValueError("the bounds of samples are not ascending")
             if spans[0] < 0 or spans[-1] > layout.num_samples:
                 raise ValueError("samples lie outside their dataset")
         if own.lengths is not None:
@@ -335,7 +335,7 @@ class LayoutReader:
             held = self._array("numbers", own.sequences)
             most = layout.sample_count
             if (held < 0).any() or (held > most).any() or sum(held.tolist()) != most:
-                raise ValueError("sequences have other rows than the dataset")
+                raise ValueError("the lengths of sequences do not match their dataset")
             members["sequences"] = SequenceLengths(held, held)
         if own.segments is not None:
             self._add_segments(layout, own.segments, number)
@@ -354,7 +354,7 @@ class LayoutReader:
         order = np.argsort(example)  # fingerprints depend on the order
         kinds = [self.layout(first + at) for at in example[order].tolist()]
         if any(kind.segments is not None for kind in kinds):
-            raise ValueError("a layout of layouts of others")
+            raise ValueError("a layout consists of layouts that consist of others")
         files, of_file = np.unique(columns.file, return_inverse=True)
         columns = columns._replace(
             kind=np.argsort(order)[which.reshape(-1)].astype(np.int32),
@@ -363,9 +363,9 @@ class LayoutReader:
         )
         arrays = [self._array("numbers", place) for place in saved.columns]
         if len({array.size for array in arrays}) != 1:
-            raise ValueError("segments lack some numbers")
+            raise ValueError("the columns of segments differ in length")
         if max(column.max(initial=0) for column in arrays[4:]) >= 1 << 31:
-            raise ValueError("a segment names what is not there")
+            raise ValueError("a segment refers to a dataset or piece that does not exist")
         segments = Segments.of(arrays, saved.pieces, saved.even, saved.kept_nbytes)
         _require_sound(segments, columns.rows, layout.num_samples)
         for piece in saved.pieces:
@@ -387,7 +387,7 @@ class LayoutReader:
     def _add_heaps(self, layout: DatasetLayout, place: Place, saved: Sequence[SavedHeap]) -> None:
         lengths = self._array("lengths", place)
         if int(lengths.sum(dtype=np.int64)) != layout.num_samples:
-            raise ValueError("elements have other lengths than their dataset")
+            raise ValueError("the lengths of elements do not match their dataset")
         if layout.storage != "heap" or layout.sample_axis:
             raise ValueError("a dataset is not of variable length")
         heaps, end = [], 0
@@ -399,7 +399,7 @@ class LayoutReader:
             of_file = lengths[heap.first_sample : heap.first_sample + places.size]
             file, stamp = self._files[heap.file]
             if heap.first_sample < end or of_file.size != places.size or (places >= 0).any():
-                raise ValueError("elements have no places")
+                raise ValueError("elements have no valid places")
             if is_for_core and (of_file[places == NOWHERE] != 0).any():
                 raise NotUsableError  # saved without the core, which finds the places
             if places.size and int(of_file.max()) * heap.dtype.itemsize > stamp.nbytes:
@@ -428,7 +428,7 @@ def _require_sound(segments: Segments, rows: Int64s, num_samples: int) -> None:
     require_below(segments.dataset, rows.size, "dataset")
     require_below(segments.piece, len(segments.pieces), "piece")
     if (first < 0).any() or (length < 1).any() or (row < 0).any() or (step < 1).any():
-        raise ValueError("a segment has a negative size")
+        raise ValueError("a segment has a number that is too small")
     if (length > num_samples).any() or (first > num_samples - length).any():
         raise ValueError("a segment lies outside its dataset")
     limit = rows[segments.dataset]
@@ -447,7 +447,7 @@ def _require_sound(segments: Segments, rows: Int64s, num_samples: int) -> None:
 def require_below(column: NDArray[np.int32], limit: int, what: str) -> None:
     """Raise ValueError unless all numbers of a column are below a limit."""
     if ((column < 0) | (column >= limit)).any():
-        raise ValueError(f"a {what} is named that is not there")
+        raise ValueError(f"reference to a {what} that does not exist")
 
 
 def _require_fitting(source: DatasetLayout, piece: Piece, whole: DatasetLayout) -> None:
@@ -455,7 +455,7 @@ def _require_fitting(source: DatasetLayout, piece: Piece, whole: DatasetLayout) 
     source_shape, shape = source.row_shape, whole.row_shape
     if piece.member is not None:
         if piece.member not in (source.dtype.names or ()):
-            raise ValueError("a piece is of a member that there is not")
+            raise ValueError("a piece refers to a member that does not exist")
         member = source.dtype[piece.member]
         source_shape += member.shape
         if member.base.itemsize != whole.dtype.itemsize:

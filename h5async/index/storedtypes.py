@@ -108,7 +108,7 @@ def _refuse_small_floats(stored: h5py.h5t.TypeID) -> None:
         if name is not None:
             raise TypeError(
                 f"{name} floats have no infinity, and HDF5 reads their largest values as infinity"
-                " or NaN; convert them, with ml_dtypes say, and store them as float16"
+                " or NaN; convert them, for example with ml_dtypes, and store them as float16"
             )
 
 
@@ -227,7 +227,7 @@ def element_of(stored: h5py.h5t.TypeID, member: tuple[str, ...], where: str) -> 
     for depth, name in enumerate(member):
         label = "/".join(member[: depth + 1])
         if not isinstance(stored, h5py.h5t.TypeCompoundID):
-            raise DatasetError(f'{where} has no member "{label}": it is no compound type')
+            raise DatasetError(f'{where} has no member "{label}": it is not a compound type')
         names = [stored.get_member_name(i) for i in range(stored.get_nmembers())]
         encoded = name_bytes(name)
         if encoded not in names:
@@ -240,7 +240,7 @@ def element_of(stored: h5py.h5t.TypeID, member: tuple[str, ...], where: str) -> 
     except UnicodeDecodeError as error:
         raise DatasetError(
             f"{where}: it has members with names that are not UTF-8, and h5py has no type for"
-            " these; read each member by itself, as a path behind that of the dataset"
+            " these; read each member separately, with its name after the path of the dataset"
         ) from error
     except Exception as error:  # h5py raises any of several exceptions for unknown types
         raise DatasetError(f"{where}: its type has no NumPy equivalent ({error})") from error
