@@ -462,7 +462,7 @@ def test_attributes_that_change_while_a_reader_is_open_are_an_error(tmp_path):
         assert_same_bits(reader.get_next_batch().v.copy(), unpacked(stored())[:4])
         with h5py.File(path, "r+") as file:
             file["v"].attrs.modify("add_offset", 0.0)
-        with pytest.raises(ReadError, match="say how its values are packed are others now"):
+        with pytest.raises(ReadError, match="say how its values are packed have changed"):
             reader.get_next_batch()
 
 

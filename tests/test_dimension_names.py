@@ -128,7 +128,7 @@ def test_an_unknown_name_is_an_error_that_lists_those_there_are(path):
 def test_a_file_without_names_says_so(tmp_path):
     with h5py.File(tmp_path / "plain.h5", "w") as file:
         file["v"] = VALUES
-    for name, words in ("time", "no names"), ("phony_dim_1", "readers of netCDF make"):
+    for name, words in ("time", "no names"), ("phony_dim_1", "netCDF readers make up"):
         for field in Field("v", num_dim=name), Field("v", axes=(1, name, 0)):
             with pytest.raises(DatasetError, match=f'no dimension "{name}", because.*{words}'):
                 read(tmp_path / "plain.h5", field)

@@ -345,7 +345,7 @@ def test_links_that_lead_nowhere(path):
     text = error_of(DatasetError, KeyError, path=path, data_field="loop")
     assert f'{path}: link "loop"' in text
     text = error_of(DatasetError, KeyError, path=path, data_field="other/x")
-    assert f'{path}: dataset "other" has no member "x": it is no compound type' in text
+    assert f'{path}: dataset "other" has no member "x": it is not a compound type' in text
 
 
 def test_links_to_what_is_no_file(path):
@@ -374,7 +374,7 @@ COMPOUND = np.dtype([("energy", "f4"), ("where", [("x", "i2"), ("y", "i2")])])
     [
         ("table/mass", 'has no member "mass"; it has "energy", "where"'),
         ("table/where/z", 'has no member "where/z"; it has "x", "y"'),
-        ("table/energy/x", 'has no member "energy/x": it is no compound type'),
+        ("table/energy/x", 'has no member "energy/x": it is not a compound type'),
         ("table/names", "variable length"),
     ],
 )

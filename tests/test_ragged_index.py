@@ -185,7 +185,7 @@ def test_offsets_that_were_rewritten(tmp_path, field):
     wanted = [1, 1, 4] if field != "vlen" else [2, 7, 3]
     with AsyncReader(hdf5_path=path, index_cache=index, **options) as reader:
         assert reader.get_next_batch().x.lengths.tolist() == wanted
-    with pytest.raises(ReadError, match=r"was changed, or is missing, since .*named\.h5idx"):
+    with pytest.raises(ReadError, match=r"was changed or removed since .*named\.h5idx"):
         AsyncReader(hdf5_path=tmp_path / "named.h5idx", **options)
 
 

@@ -1,13 +1,13 @@
-"""Finds the layouts of files whose metadata are those of another file, without HDF5.
+"""Finds the layouts of files whose metadata match those of another file, without HDF5.
 
-What HDF5 says of a file depends on the bytes that it reads of it. These are noted once, of one file
-of a collection: a file that has the same bytes in the same places has the same layouts. Only what
-follows may differ, and is checked as HDF5's answers are. Any other file is left to HDF5, which also
-words the errors.
+HDF5's answers about a file depend only on the bytes that it reads. These are recorded once, for one
+file of a collection, as a pattern: a file with the same bytes in the same places has the same
+layouts. Only the following may differ, and is checked like HDF5's answers. All other files are left
+to HDF5, which also produces the errors.
 
-- Where the file ends, in a superblock of version 0.
-- The first extent of a dataset, and its time, in an object header of version 1 (without checksum).
-- The chunks in a B-tree of version 1 that consists of one node, if none is missing.
+- The end of the file, in a superblock of version 0.
+- A dataset's first extent and modification time, in a version 1 object header (without checksum).
+- The chunks in a version 1 B-tree that consists of one node, if none is missing.
 """
 
 from __future__ import annotations
@@ -43,46 +43,46 @@ _Layouts = dict[str, DatasetLayout]
 _Read = Callable[[HDF5File], _Layouts]
 _Range = tuple[int, int]  # begin, end
 
-FEW_FILES = 16  # are read before one is noted, which takes as long as to read three
-MANY_FILES = 192  # are worth it, even if a few are noted in vain
-_PRICE = 256  # of files that are read, or of fewer that are found, before the next one is noted
-_FOUND = 32  # that a file that was found pays, where one that was read pays 1
-_MOST_MISSES = 6  # files in turn that are unlike: what they were compared with is forgotten
-_MOST_PATTERNS = 4  # that are kept
+FEW_FILES = 16  # read before a pattern is recorded, which takes as long as reading three files
+MANY_FILES = 192  # from here on recording pays, even if a few patterns match nothing
+_PRICE = 256  # credit that recording a pattern costs; a file that HDF5 reads earns 1,
+_FOUND = 32  # and a file that matches a pattern earns this
+_MOST_MISSES = 6  # consecutive files without a match, after which the patterns are dropped
+_MOST_PATTERNS = 4  # kept per key
 _MOST_NBYTES = 1 << 16  # of a pattern
 _GAP_NBYTES = 1 << 10  # between ranges that are read as one
-_MOST_OPEN = 256  # objects that HDF5 has open: more are not looked through
+_MOST_OPEN = 256  # objects open in HDF5; if there are more, one of them may be written
 _ALL = h5py.h5f.OBJ_ALL
 
 _SUPERBLOCK_NBYTES = 48  # at least
 _SIZES_AT, _BASE_AT, _END_AT = 13, 24, 40  # in a superblock of version 0
 _FLAGS_AT = 11  # from version 2 on: whether the file is open for writing
-_LEAF = b"TREE\x01\x00"  # a node of chunks, without nodes below; then their number
+_LEAF = b"TREE\x01\x00"  # start of a leaf node of chunks; the number of chunks follows
 _NODE_HEAD_NBYTES = 24
 _MOST_ENTRIES = 64  # of a node, in files with a superblock of version 0
 _UNLIMITED = (1 << 64) - 1
 
 
 class Alike:
-    """What is known of datasets and files that others are like. Used by one thread.
+    """Remembers datasets and files, to recognize others like them. Used by one thread.
 
-    `datasets` are those that `Indexer` has read, by what they have in common. Of fewer files than
-    `MANY_FILES`, none is noted.
+    `datasets` are layouts that `Indexer` has read, by the facts that similar datasets share. For
+    fewer than `MANY_FILES` files, no pattern is recorded.
     """
 
     def __init__(self, num_files: int = MANY_FILES) -> None:
         self.datasets: dict[Any, Any] = {}
         self._patterns: defaultdict[_Key, list[_Pattern]] = defaultdict(list)
-        self._misses: Counter[_Key] = Counter()  # in turn
+        self._misses: Counter[_Key] = Counter()  # consecutive
         begin = _PRICE - FEW_FILES if num_files >= MANY_FILES else -num_files
         self._credit: defaultdict[_Key, int] = defaultdict(lambda: begin)
-        self._types = -1  # the number of datatypes that HDF5 has open, none of a file
+        self._types = -1  # datatypes open at the last check, if no file was written; else -1
 
     def layouts(self, name: str, key: _Key, read: _Read) -> _Layouts:
-        """Return the layouts of a local file; none if only HDF5 can tell them.
+        """Return the layouts of a local file; none if HDF5 is needed to read them.
 
-        `key` says which; `read` reads them from an open file, or returns none if they depend on
-        more than its bytes.
+        `key` identifies the wanted layouts; `read` reads them from an open file, or returns none if
+        they depend on more than its bytes.
         """
         patterns = self._patterns[key]
         self._credit[key] += 1
@@ -112,7 +112,7 @@ class Alike:
         return {}
 
     def _is_any_written(self) -> bool:
-        """Return whether HDF5 may have values of a file here that are not in it yet."""
+        """Return whether HDF5 in this process may hold values that are not in their file yet."""
         types = h5py.h5f.get_obj_count(_ALL, h5py.h5f.OBJ_DATATYPE)
         kinds = _ALL if types != self._types else _ALL & ~h5py.h5f.OBJ_DATATYPE
         count = h5py.h5f.get_obj_count(_ALL, kinds)
@@ -137,10 +137,10 @@ class Alike:
 
 
 class _Pattern(NamedTuple):
-    """The metadata of files that are alike.
+    """The common metadata of files that are alike.
 
-    They have the bytes `data` in `places`, as far as `fixed` is 255. A file has at least `end`
-    bytes, and says in the bytes from `end_at` how many; that is -1 if it says so in fixed bytes.
+    They have the bytes `data` at `places`, wherever `fixed` is 255. A file has at least `end`
+    bytes; `end_at` is where in `data` it declares its size, -1 if that is among the fixed bytes.
     """
 
     datasets: Mapping[str, _Dataset]
@@ -152,7 +152,7 @@ class _Pattern(NamedTuple):
     device: int
 
     def layouts_of(self, name: str, stamp: FileStamp, source: Source) -> _Layouts:
-        """Return the layouts of a file; none if it is unlike."""
+        """Return the layouts of a file; none if it does not match."""
         if stamp.nbytes < self.end or stamp.device != self.device:
             return {}
         data = b"".join(source.get_ranges(*self.places))
@@ -170,9 +170,9 @@ class _Pattern(NamedTuple):
 
 
 class _Dataset(NamedTuple):
-    """A dataset with a layout, and where a pattern says what may differ of it; -1: nowhere.
+    """A dataset: its layout, and where in a pattern the facts lie that may differ; -1: nowhere.
 
-    That are its first extent, which is there twice if it is the maximum, too; the size of
+    These are its first extent; the maximum of that extent, if both are equal; the size of
     contiguous values; and the node that lists its chunks.
     """
 
@@ -183,7 +183,7 @@ class _Dataset(NamedTuple):
     node: _Node | None = None
 
     def layout_in(self, data: bytes, path: str, stamp: FileStamp) -> DatasetLayout | None:
-        """Return its layout in another file; None if HDF5 or we would object to something."""
+        """Return its layout in another file; None if HDF5 or our own checks would reject it."""
         layout, known = self.layout, self.layout.indexed
         assert known is not None
         shape, rest, nbytes = known.shape, layout.shape[len(known.shape) :], layout.stored_nbytes
@@ -216,9 +216,9 @@ class _Dataset(NamedTuple):
 
 
 class _Node(NamedTuple):
-    """Where a pattern lists the chunks of a dataset, from the first entry on.
+    """Where a pattern lists the chunks of a dataset: `at` is the first entry.
 
-    `extents` are those of a chunk, `nbytes` its size, 0 for any.
+    `extents` are those of a chunk; `nbytes` is its stored size, 0 for any.
     """
 
     at: int
@@ -228,7 +228,7 @@ class _Node(NamedTuple):
     entry: np.dtype[Any]
 
     def chunks(self, shape: tuple[int, ...], data: bytes, end: int) -> ChunkTable | None:
-        """Return the chunks of a dataset of this shape; None if we would object to them."""
+        """Return the chunks of a dataset of this shape; None if our checks would reject them."""
         grid = grid_of(shape, self.extents)
         count, begin = math.prod(grid), self.at - _NODE_HEAD_NBYTES
         if not 0 < count <= _MOST_ENTRIES:
@@ -238,7 +238,7 @@ class _Node(NamedTuple):
         entries = np.frombuffer(data, self.entry, count, self.at)
         if entries["corner"].tobytes() != _corners(grid, self.extents):
             return None
-        # Behind them comes a corner that is higher than that of the last one.
+        # After the entries comes a corner beyond that of the last chunk.
         behind = np.frombuffer(data, "<u8", len(shape) + 1, self.at + entries.nbytes + 8)
         ahead, steps = (behind - entries["corner"][-1]).tolist(), (*self.extents, self.itemsize)
         if not ahead[-1] or any(n not in (0, step) for n, step in zip(ahead, steps, strict=True)):
@@ -256,7 +256,7 @@ class _Node(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _corners(grid: tuple[int, ...], extents: tuple[int, ...]) -> bytes:
-    """Return the corners of a grid of chunks as a node lists them, with a byte of an element."""
+    """Return the corners of a grid of chunks as a node lists them, each with an element offset."""
     corners = np.indices((*grid, 1), "<u8").reshape(len(grid) + 1, -1).T
     return bytes((corners * np.array([*extents, 1], "<u8")).astype("<u8"))
 
@@ -265,11 +265,11 @@ def _number(data: bytes, at: int) -> int:
     return int.from_bytes(data[at : at + 8], "little")
 
 
-# --- noting a file -------------------------------------------------------------------------------
+# --- recording a pattern -------------------------------------------------------------------------
 
 
 class _Noting(MetadataFile):
-    """An open source as one of Python's file objects, which notes what is read of it."""
+    """A Python file object over an open source that records the ranges read from it."""
 
     def __init__(self, source: Source) -> None:
         super().__init__(source)
@@ -283,11 +283,11 @@ class _Noting(MetadataFile):
 def _noted(
     name: str, stamp: FileStamp, source: Source, read: _Read
 ) -> tuple[_Layouts, _Pattern | None]:
-    """Return the layouts of a file, and its pattern, unless others cannot match it."""
+    """Return the layouts of a file, and its pattern; None for a pattern if none can match it."""
     noting = _Noting(source)
     with open_over(noting, name) as file:
         layouts = read(file)
-        ranges = tuple(noting.ranges)  # (more will be read)
+        ranges = tuple(noting.ranges)  # without those that `_Maker` reads
         if not layouts or not all(_is_plain(one, name) for one in layouts.values()):
             return layouts, None
         runs = _runs(ranges)
@@ -299,7 +299,7 @@ def _noted(
 
 
 def _runs(ranges: Iterable[_Range]) -> list[_Range]:
-    """Return ranges that cover others, with small gaps between these."""
+    """Merge ranges that overlap, or have small gaps between them."""
     runs: list[_Range] = []
     for begin, end in sorted(ranges):
         if runs and begin <= runs[-1][1] + _GAP_NBYTES:
@@ -309,7 +309,7 @@ def _runs(ranges: Iterable[_Range]) -> list[_Range]:
 
 
 def _is_plain(layout: DatasetLayout, name: str) -> bool:
-    """Return whether a layout says all by where values lie in the file itself."""
+    """Return whether a layout depends on nothing but where values lie in the file itself."""
     is_alone = layout.segments is None and not (layout.sources or layout.attached)
     is_direct = layout.fallback_reason is None and not layout.has_raw_edges
     is_stored = layout.filters == layout.hdf5_filters and layout.sequences is None
@@ -318,7 +318,7 @@ def _is_plain(layout: DatasetLayout, name: str) -> bool:
 
 
 class _Maker:
-    """Makes the pattern of an open file, of which HDF5 has read some ranges, which runs cover."""
+    """Makes the pattern of an open file; HDF5 has read `ranges` of it, which `runs` cover."""
 
     def __init__(self, file: HDF5File, runs: Sequence[_Range], ranges: Sequence[_Range]) -> None:
         self._file, self._runs = file, runs
@@ -331,7 +331,7 @@ class _Maker:
         self._fixed = self._read.copy()
 
     def pattern(self, layouts: _Layouts, stamp: FileStamp) -> _Pattern | None:
-        """Return the pattern; None if the file is of another form."""
+        """Return the pattern; None for a kind of file that is not supported."""
         data, end, end_at = self._data, stamp.nbytes, -1
         if self._runs[0][0] or not data.startswith(SIGNATURE):
             return None
@@ -350,7 +350,7 @@ class _Maker:
         return _Pattern(datasets, self._places, values, self._fixed, end, end_at, stamp.device)
 
     def _at(self, begin: int, nbytes: int) -> int:
-        """Return where a range of the file is in the pattern; ValueError if it is not."""
+        """Return the offset of a range of the file in the pattern; ValueError if not in it."""
         before = 0
         for first, last in self._runs:
             if first <= begin and begin + nbytes <= last:
@@ -359,13 +359,13 @@ class _Maker:
         raise ValueError("HDF5 has not read it")
 
     def _vary(self, begin: int, nbytes: int) -> int:
-        """Let a range of the file differ; return where it is in the pattern."""
+        """Allow a range of the file to differ; return its offset in the pattern."""
         at = self._at(begin, nbytes)
         self._fixed[at : at + nbytes] = 0
         return at
 
     def _dataset(self, layout: DatasetLayout) -> _Dataset:
-        """Return what may differ of a dataset; ValueError if it is stored in an unusual way."""
+        """Allow parts of a dataset's metadata to differ; ValueError if stored unusually."""
         dataset = Opened(h5py.h5o.open(self._file.id, layout.path.encode()), self._file.source)
         place, stored = message_of(dataset, LAYOUT)
         node = None
@@ -382,13 +382,13 @@ class _Maker:
         return _Dataset(layout, rows_at, most_at, nbytes_at, node)
 
     def _rows(self, dataset: Opened) -> tuple[int, int]:
-        """Return where a dataset's first extent may differ, and the maximum; -1: nowhere."""
+        """Allow a dataset's first extent and its maximum to differ; return where; -1: fixed."""
         header = self._at(int(h5py.h5o.get_info(dataset.id).addr), 1)
         place, space = message_of(dataset, DATASPACE)
         rank, has_most = len(dataset.extents), space[2]
         if self._data[header] != 1:
             return -1, -1
-        with suppressing(NotDirectError):  # there is none
+        with suppressing(NotDirectError):  # there is no modification time
             self._vary(message_of(dataset, MODIFIED)[0] + 4, 4)
         is_usual = space[:2] == bytes([1, rank]) and has_most < 2
         if not is_usual or len(space) < 8 + 8 * rank * (1 + has_most):
@@ -401,7 +401,7 @@ class _Maker:
         return self._vary(place + 8, 8), most_at
 
     def _node(self, layout: DatasetLayout, dataset: Opened, stored: bytes) -> _Node:
-        """Return where the chunks of a dataset are listed, and let them differ."""
+        """Allow the chunks of a dataset to differ; return where they are listed."""
         rank, known = len(dataset.chunks), layout.chunks
         if stored[:3] != bytes([3, 2, rank + 1]) or known is None or known.index is not None:
             raise ValueError("its chunks are listed in another way")

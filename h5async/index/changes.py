@@ -1,11 +1,11 @@
-"""Tells whether files still hold what was indexed: under an open reader, and since a saved state.
+"""Checks whether files still hold the indexed data: under an open reader, or since a saved state.
 
 The facts about a dataset are read again from the open file: type and creation properties, extent,
-and the chunk positions. Overwriting values in place changes none of these.
+and chunk positions. Overwriting values in place changes none of these.
 
-A saved state has a hash (`fingerprint`) of the sizes of files, and the paths, shapes, dtypes and
-chunk shapes of datasets, but neither of the values nor of how they are read. So it is the same
-whether a dataset is read directly or through h5py.
+A saved state has a hash (`fingerprint`) of file sizes, and of the paths, shapes, dtypes and chunk
+shapes of datasets, but not of values or of how they are read: it is the same whether a dataset is
+read directly or through h5py.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from h5async.spelling import name_bytes
 class FileChanges:
     """Checks files that change while a reader has them open. Thread-safe.
 
-    `layouts` are of all fields. `forget` is called before a changed file is read again, to drop its
-    kept chunks.
+    `layouts` are those of all fields. `forget` is called before a changed file is read again, to
+    drop kept chunks.
     """
 
     def __init__(self, layouts: Sequence[DatasetLayout], forget: Callable[[], None]) -> None:
@@ -61,9 +61,9 @@ class FileChanges:
     ) -> None:
         """Raise ReadError if a file lacks the indexed data; the message names the difference.
 
-        `before` and `now` are its stamps. `open_name` is the name of a file that is open: another
-        one may lie at its path by now. It `may_grow` if a writer appends by SWMR: datasets may be
-        longer, and rewritten chunks lie elsewhere, but the old ones are still there.
+        `before` and `now` are its stamps. `open_name` names the open file itself, because another
+        file may lie at its path by now. It `may_grow` if a writer appends with SWMR: datasets may
+        be longer, and rewritten chunks lie elsewhere, but the old ones are still there.
         """
         try:
             self._require_same(path, now.nbytes, open_name or path, may_grow)
@@ -74,15 +74,15 @@ class FileChanges:
                 raise
             raise changed(path, f"it was cut short, and ends at byte {now.nbytes} now") from error
         self._forget()
-        # A file that was renamed, or linked, has a new time of change, but not of modification.
+        # Renaming or linking a file changes its ctime, but not its mtime.
         if may_grow or now.has_content_of(before):
             return
         with self._lock:
             if path not in self._warned:
                 self._warned.add(path)
                 self._warnings.append(
-                    f"{path} was changed while a reader has it open; its chunks still lie where"
-                    " they did, so the reader goes on, and gives new values from now on"
+                    f"{path} was changed while a reader had it open; its chunks are still in the"
+                    " same places, so the reader continues, with the new values from now on"
                 )
 
     def _require_same(self, path: str, nbytes: int, open_name: str, may_grow: bool) -> None:
@@ -112,7 +112,7 @@ class FileChanges:
                     raise changed(path, what)
 
     def take_warnings(self) -> tuple[str, ...]:
-        """Return warnings that were not taken yet."""
+        """Return the warnings since the last call."""
         if not self._warnings:
             return ()
         with self._lock:
@@ -156,7 +156,7 @@ def _difference(file: HDF5File, layout: DatasetLayout, path: str, may_grow: bool
     if now.shape != known.shape and not (may_grow and has_grown):
         return f"{name} has shape {now.shape}, and had {known.shape} before"
     if any(cf_attributes(dataset.id, where) != attributes for _, attributes in layout.cf):
-        return f"attributes of {name} that say how its values are packed are others now"
+        return f"the attributes of {name} that say how its values are packed have changed"
     if may_grow or layout.fallback_reason is not None:
         return None
     if layout.storage == "contiguous":
@@ -196,14 +196,14 @@ def fingerprint(
     """Hash layouts of all fields, and other arrays that the order depends on, to 32 hex digits.
 
     File names are left out, so that files may be moved. Sizes are those at the time of indexing.
-    If it `has_places`, addresses and filters count, too, which are unknown for what h5py reads.
+    If it `has_places`, it covers addresses and filters, which are unknown if h5py reads a dataset.
     """
     digest = hashlib.blake2b(digest_size=16)
     seen: list[NDArray[Any]] = []
     for layout in layouts:
         _add_dataset(digest, layout, has_places)
         for array in (layout.spans, layout.lengths):
-            # Fields with the same offsets share the array only if it comes out of a cache.
+            # Fields with the same offsets share the array only if it came from a cache.
             if array is None or any(array is one or np.array_equal(array, one) for one in seen):
                 continue
             seen.append(array)
@@ -218,7 +218,7 @@ def _add_dataset(digest: Any, layout: DatasetLayout, has_places: bool) -> None:
     stamps = [] if layout.storage == "files" else stamps  # its datasets have them
     _add(digest, [stamp.nbytes for stamp in (*stamps, *(heap.stamp for heap in layout.heaps))])
     _add_kind(digest, layout, has_places, layout.path, layout.shape)
-    # (Others have segments only if they are read directly.)
+    # (Other storage has segments only if it is read directly.)
     if layout.segments is not None and (has_places or layout.storage in ("virtual", "files")):
         segments, datasets = table_of(layout)
         for array in segments.columns:
@@ -236,7 +236,7 @@ def _add_dataset(digest: Any, layout: DatasetLayout, has_places: bool) -> None:
 def _add_datasets(digest: Any, datasets: Datasets, has_places: bool) -> None:
     columns, numbers = datasets.columns, dict[bytes, int]()
     kinds = []
-    for kind in datasets.kinds:  # some differ only in the way in which they are read
+    for kind in datasets.kinds:  # some differ only in how they are read
         own = hashlib.blake2b(digest_size=16)
         _add_kind(own, kind, has_places, kind.row_shape)
         for source in kind.sources:
@@ -255,7 +255,7 @@ def _add_datasets(digest: Any, datasets: Datasets, has_places: bool) -> None:
 
 
 def _add_kind(digest: Any, layout: DatasetLayout, has_places: bool, *names: object) -> None:
-    # (Contiguous values may be cut into units to convert them.)
+    # (Contiguous values may be split into units for conversion.)
     chunk_shape = () if layout.storage == "contiguous" and not has_places else layout.chunk_shape
     _add(digest, *names, _described(layout.dtype), layout.sample_axis)
     _add(digest, layout.storage, chunk_shape, layout.member)

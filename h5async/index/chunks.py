@@ -1,7 +1,7 @@
 """Reads the filter pipeline and the chunk index of a dataset, and checks both.
 
-Also adds a filter that converts stored elements to NumPy's as chunks are decoded. Contiguous values
-become chunks of some rows for that.
+Also adds a filter that converts stored elements to NumPy's as chunks are decoded; for this,
+contiguous values are split into units of several rows, which are treated as chunks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SUPERBLOCK_NBYTES = 48  # at least
 _ALL_FILTERS = 0xFFFFFFFF
 _UNIT_NBYTES = 1 << 16  # of contiguous values that are converted at a time
 _MOST_UNITS = 1 << 20
-_MOST_FILTERS = 31  # beside it: limited by the bits of a filter mask
+_MOST_FILTERS = 31  # besides the conversion: a filter mask has 32 bits
 
 
 class TooManyChunksError(NotDirectError):
@@ -63,7 +63,7 @@ def filters_of(plist: h5py.h5p.PropDCID) -> tuple[Filter, ...]:
 def with_checked_filters(layout: DatasetLayout, dataset: Opened, where: str) -> DatasetLayout:
     """Check the filters of a dataset, and find out whether its edge chunks are raw.
 
-    `ReadError` if client data state another length of a chunk: HDF5 would return uninitialized
+    `ReadError` if a filter's client data state another chunk size: HDF5 would return uninitialized
     memory. `DatasetError` if a chunk was written with a filter that neither the core nor h5py has.
     """
     if not layout.chunk_shape or not layout.filters:
@@ -87,8 +87,8 @@ def with_checked_filters(layout: DatasetLayout, dataset: Opened, where: str) -> 
 def require_filters_of_hdf5(layout: DatasetLayout, dataset: Opened | None, where: str) -> None:
     """Raise `DatasetError` if a chunk was written with a filter that HDF5 does not have.
 
-    The layout is of a dataset to be read through h5py, even if the core could decode it: `dataset`,
-    or None if its chunk table says which filters were used.
+    For datasets that are read through h5py, even if the core could decode them. `dataset` may be
+    None if the layout's chunk table says which filters were used.
     """
     missing = [bit for bit, entry in enumerate(layout.filters) if not is_known_to_hdf5(entry)]
     if not missing or not layout.chunk_shape:
@@ -107,7 +107,7 @@ def require_filters_of_hdf5(layout: DatasetLayout, dataset: Opened | None, where
 def left_to_hdf5(layout: DatasetLayout, reason: str) -> DatasetLayout:
     """Return the layout of the same dataset, read through h5py.
 
-    DatasetError if HDF5 does not have a filter that it needs.
+    DatasetError if it needs a filter that HDF5 does not have.
     """
     for origin in layout.origins():
         require_filters_of_hdf5(origin, None, f'{origin.file}: dataset "{origin.path}"')
@@ -128,7 +128,7 @@ def _is_not_available(entry: Filter, where: str) -> DatasetError:
 def refuse_filters_of_hdf5(layout: DatasetLayout, dataset: Opened) -> None:
     """Raise `NotDirectError` if a chunk was written with a filter that only HDF5 decodes.
 
-    Its mere presence in the pipeline does not matter: filters that cannot process the data, such as
+    Presence in the pipeline alone does not matter: filters that cannot process the data, such as
     shuffle with variable-length elements, are skipped when a chunk is written.
     """
     theirs = undecodable(layout.filters)
@@ -149,9 +149,9 @@ def unavailable(filters: tuple[Filter, ...]) -> list[int]:
 
 
 def _applies_any(dataset: Opened, positions: Sequence[int], has_raw_edges: bool) -> bool:
-    """Return whether a chunk was written with any of the filters at some positions of the pipeline.
+    """Return whether any chunk was written with any of the filters at `positions`.
 
-    Most often the first chunk was, and no other is visited. Raises like `_require_room`.
+    Usually the first chunk was, and no other is visited. Raises like `_require_room`.
     """
     _require_room(dataset)
     wanted = sum(1 << position for position in positions)
@@ -213,7 +213,7 @@ def converted(layout: DatasetLayout, parameters: tuple[int, ...]) -> DatasetLayo
     conversion = Filter(CONVERSION, parameters, "conversion")
     if layout.chunks is not None:
         if len(layout.filters) >= _MOST_FILTERS:
-            raise NotDirectError("as many filters as HDF5 allows, and a conversion")
+            raise NotDirectError("a conversion, besides as many filters as HDF5 allows")
         table = layout.chunks
         table = replace(table, filter_mask=shortened(table.filter_mask << np.uint32(1)))
         return layout.changed(filters=(conversion, *layout.filters), chunks=table)
@@ -223,7 +223,7 @@ def converted(layout: DatasetLayout, parameters: tuple[int, ...]) -> DatasetLayo
     size = max(n for n in range(1, most + 1) if rows % n == 0)
     count = rows // size if layout.offset >= 0 and 0 not in layout.shape else 0
     if count > _MOST_UNITS:
-        raise NotDirectError("a stored type to convert, of rows that make no equal units")
+        raise NotDirectError("a stored type to convert, in rows that give no equal units")
     nbytes = size * row_nbytes
     offset = layout.offset + nbytes * np.arange(count, dtype=np.int64)
     return layout.changed(
@@ -244,7 +244,7 @@ def read_chunk_table(
     """Read the chunk positions of a dataset.
 
     Raises `ReadError` if the index is damaged or points outside the file, and `NotDirectError` if
-    HDF5 reports chunks that cannot exist; everything else was checked then.
+    HDF5 reports chunks that cannot exist, after everything else was checked.
     """
     _require_room(dataset)
     grid, end = grid_of(dataset.extents, dataset.chunks), dataset.end
@@ -262,7 +262,7 @@ def read_chunk_table(
     checks.require_within(end)
     is_raw: NDArray[np.bool_] | bool = not filters
     if filters and has_raw_edges:
-        # Such chunks are stored raw while their mask says that they were filtered.
+        # These chunks are stored raw, although their mask says that they were filtered.
         is_raw = checks.reach_over_edge()
         visited.mask[is_raw] = _ALL_FILTERS
     checks.require_nbytes(is_raw, chunk_nbytes)
@@ -277,7 +277,7 @@ def read_chunk_table(
 def _require_room(dataset: Opened) -> None:
     """Raise TooManyChunksError for a dataset with more chunks than the file can list.
 
-    h5py reads it instead: HDF5 would visit all chunks here, though none may have been written.
+    h5py reads it instead: listing would visit all chunks, even if none was ever written.
     """
     count = math.prod(grid_of(dataset.extents, dataset.chunks))
     if count <= _MANY_CHUNKS:
@@ -290,7 +290,7 @@ def _require_room(dataset: Opened) -> None:
 
 @dataclass(frozen=True)
 class _Checks:
-    """Checks the chunks of a dataset, as HDF5 reports them, all at once."""
+    """Checks all chunks of a dataset, as HDF5 reports them, in whole arrays."""
 
     dataset: Opened
     grid: tuple[int, ...]
@@ -316,7 +316,7 @@ class _Checks:
         cells = np.unravel_index(self.visited.number, self.grid)
         is_partial = np.zeros(self.visited.number.size, np.bool_)
         for cell, size, extent in zip(cells, chunk, shape, strict=True):
-            is_partial |= cell == extent // size  # never, if chunks fit in
+            is_partial |= cell == extent // size  # never, if chunks divide the extent
         return is_partial
 
     def require_nbytes(self, is_raw: NDArray[np.bool_] | bool, expected: int) -> None:
@@ -352,9 +352,9 @@ class _Checks:
             )
 
     def require_searchable(self) -> None:
-        """Raise ReadError for a version 1 B-tree, without a checksum, that is damaged.
+        """Raise ReadError for a damaged version 1 B-tree, which has no checksum.
 
-        Its keys are not in order, or HDF5 does not find chunks by them.
+        That is one whose keys are out of order, or by whose keys HDF5 does not find chunks.
         """
         if not self.visited.is_ascending:
             raise DamagedError(
@@ -370,7 +370,7 @@ class _Checks:
     def first_unlike(self) -> np.int64 | None:
         """Return the number of a chunk that HDF5 does not find by key with the same size, or None.
 
-        All chunks are looked up if they are few, else a part of them.
+        If there are many chunks, only some of them are looked up.
         """
         visited, found = self.visited, self.visited.unlike
         if found == NOT_LOOKED_UP:

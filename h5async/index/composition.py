@@ -1,10 +1,10 @@
-"""Makes one dataset of several: of files, of groups, of mappings, or of rows along two dimensions.
+"""Combines datasets into one: those of files, groups or mappings, or rows along two dimensions.
 
-Layouts enter, whose datasets may consist of others themselves; a layout leaves with one table of
-segments, however deep they were nested. Rows of sequences (`DatasetLayout.sequences`) follow each
-other. Fields may differ by one row per sequence: some files store an observation more than actions.
-Then each sequence takes the room of the longest field; rows missing in others have their fill
-value, and are no samples.
+Takes layouts, whose datasets may consist of others themselves; returns a layout with one flat table
+of segments, however deep they were nested. Sequences (`DatasetLayout.sequences`) are concatenated.
+Fields may differ by one row per sequence: some files store one more observation than actions. Then
+each sequence gets the number of rows of its longest field; rows that another field lacks have its
+fill value, and are not samples.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from h5async.index.tables import (
     runs_between,
 )
 
-_UNLIKE_TEXT = "its strings end otherwise than those of other files"
+_UNLIKE_TEXT = "its strings are padded differently from those of other files"
 _UNCHUNKED = "contiguous", "compact"
 _MOST_APART = 1  # the maximum difference of rows between fields, per sequence
 
 
 class Part(NamedTuple):
-    """Some samples of a dataset, or pieces of them, that another dataset holds, the source.
+    """Samples of a dataset, or pieces of them, that are stored in another dataset, the source.
 
-    `samples`, ascending, and `source_samples` are their numbers in the two; equally many.
+    `samples` (ascending) and `source_samples` are their numbers in the two, of equal size.
     """
 
     source: DatasetLayout
@@ -62,9 +62,9 @@ class Part(NamedTuple):
 
 
 def with_parts(layout: DatasetLayout, parts: Sequence[Part]) -> DatasetLayout:
-    """Return a layout like another one, whose samples the sources of some parts hold.
+    """Return a copy of a layout whose samples are stored in the sources of `parts`.
 
-    Parts of one region have no common samples. Without any, nothing holds the samples.
+    Parts of the same region have no common samples. Without parts, no dataset holds the samples.
 
     TooManyRunsError if there would be too many segments; DatasetError if HDF5 has to read a source,
     and does not have its filters.
@@ -107,7 +107,7 @@ def with_parts(layout: DatasetLayout, parts: Sequence[Part]) -> DatasetLayout:
 
 
 def _combined(part: Part, whole: DatasetLayout) -> DatasetLayout:
-    """Return the source of a part, or the same source read by HDF5 if that has to combine it."""
+    """Return the source of a part; it is left to HDF5 if only HDF5 can combine its datasets."""
     source = part.source
     if source.segments is None:
         return source
@@ -116,12 +116,12 @@ def _combined(part: Part, whole: DatasetLayout) -> DatasetLayout:
     fills = source.raw_fill, whole.raw_fill
     are_alike = fills[0].dtype == fills[1].dtype and fills[0].tobytes() == fills[1].tobytes()
     if source.storage == "virtual" and source.has_gaps and not are_alike:
-        return left_to_hdf5(source, "it has gaps, and another fill value than the whole")
+        return left_to_hdf5(source, "it has gaps, and its fill value is not that of the whole")
     return source
 
 
 def _datasets(sources: Sequence[DatasetLayout]) -> tuple[list[int], Datasets]:
-    """Return the first number of each source, and the table of the datasets of all sources."""
+    """Return the number of each source's first dataset, and the table of all their datasets."""
     tables, counts = [], []
     for has_table, several in itertools.groupby(sources, lambda one: one.segments is not None):
         some = list(several)
@@ -141,7 +141,7 @@ def _even(
 
     `sources` are those of the parts, as they are read.
     """
-    if whole.chunk_shape:  # of a compound, whose member this is
+    if whole.chunk_shape:  # a member of a compound, whose chunks these are
         return ()
     are_stored_together = whole.storage in ("virtual", "files") and all(
         part.piece.region is None
@@ -167,7 +167,7 @@ def _even(
 
 
 def _kept_nbytes(parts: Sequence[Part], sources: Sequence[DatasetLayout]) -> int:
-    """Return the decoded bytes of a unit of what is not read as stored."""
+    """Return the decoded bytes of a unit of the sources that are not read as they are stored."""
     several = {id(part.source): part.source for part in parts if part.source.segments is not None}
     are_read = {id(source) for source in sources}
     return max(
@@ -204,10 +204,10 @@ def join_layouts(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
         if not same_rows or layout.dtype.newbyteorder("=") != first.dtype.newbyteorder("="):
             raise DatasetError(
                 f'dataset "{first.path}" has samples of {_described(first, layout)} in'
-                f" {first.file}, but of {_described(layout, first)} in {layout.file}; several"
-                " files can be read as one where these are equal"
+                f" {first.file}, but of {_described(layout, first)} in {layout.file}; files"
+                " can only be read as one if these are equal"
             )
-        # (Ragged values that are in no sample are left out.)
+        # (Ragged values that belong to no sample are left out.)
         first_row, behind = (
             (0, layout.num_samples) if layout.spans is None else layout.spans[[0, -1]]
         )
@@ -276,8 +276,8 @@ def _joined_heaps(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
         if layout.dtype != first.dtype or layout.shape[1:] != first.shape[1:] or not layout.heaps:
             raise DatasetError(
                 f'dataset "{first.path}" has values of {first.dtype} in {first.file}, but of'
-                f" {layout.dtype} in {layout.file}; several files can be read as one where these"
-                " are equal"
+                f" {layout.dtype} in {layout.file}; files can only be read as one if these are"
+                " equal"
             )
         heaps += [heap._replace(first_sample=heap.first_sample + count) for heap in layout.heaps]
         count += layout.sample_count
@@ -294,7 +294,7 @@ def _joined_heaps(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
 def with_lengths(
     layout: DatasetLayout, lengths: NDArray[np.uint32], heaps: Sequence[HeapFile]
 ) -> DatasetLayout:
-    """Return a layout like another one, whose samples are variable-length elements of some files.
+    """Return a copy of a layout whose samples are the variable-length elements of `heaps`.
 
     `lengths`, uint32 (samples,), has the number of values per sample; the elements will share it.
     """
@@ -333,7 +333,7 @@ def join_groups(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
 
 
 def is_one_run(layout: DatasetLayout) -> bool:
-    """Return whether the bytes of the first two dimensions permit merging them."""
+    """Return whether the first two dimensions can be merged without moving any bytes."""
     is_plain = layout.fallback_reason is None and not (
         layout.text or layout.segments is not None or layout.filters
     )
@@ -341,7 +341,7 @@ def is_one_run(layout: DatasetLayout) -> bool:
 
 
 def merged_dimensions(layout: DatasetLayout) -> DatasetLayout:
-    """Return a layout for which `is_one_run` with its first two dimensions merged."""
+    """Merge the first two dimensions of a layout for which `is_one_run`."""
     count, length, *row = layout.shape
     held = np.full(count, length, np.int64)
     shape = (count * length, *row)
@@ -354,7 +354,7 @@ def merged_dimensions(layout: DatasetLayout) -> DatasetLayout:
 
 
 def along_sequences(layout: DatasetLayout, axis: int) -> DatasetLayout:
-    """Return the layout of all sequences, which `axis` counts, concatenated; samples are steps."""
+    """Concatenate all sequences, which dimension `axis` counts; samples are steps."""
     rest = [a for a in range(len(layout.shape)) if a != layout.sample_axis]
     count, length = layout.shape[axis], layout.num_samples
     row = [slice(0, layout.shape[a]) for a in rest]
@@ -367,9 +367,9 @@ def along_sequences(layout: DatasetLayout, axis: int) -> DatasetLayout:
     row_shape = tuple(layout.shape[a] for a in rest if a != axis)
     found = sliced(layout, count * length, row_shape, parts)
     if (axis, layout.sample_axis) == (0, 1) and layout.storage in _UNCHUNKED:
-        # It equals the result of `merged_dimensions`, except for the way of reading.
+        # The result equals that of `merged_dimensions`, except for how it is read.
         segments = found.segments
-        if segments is not None:  # whose units are those of one run of rows, too
+        if segments is not None:  # its units, too, are those of one run of rows
             segments = replace(segments, even=((0, found.num_samples, 0),))
         found = found.changed(storage=layout.storage, member=layout.member, segments=segments)
     return found.changed(sequences=SequenceLengths(held, held))
@@ -378,13 +378,13 @@ def along_sequences(layout: DatasetLayout, axis: int) -> DatasetLayout:
 def sliced(
     layout: DatasetLayout, count: int, row_shape: tuple[int, ...], parts: Sequence[Part]
 ) -> DatasetLayout:
-    """Return a layout of `count` samples that are parts of those of another one."""
+    """Return a layout of `count` samples, which are parts of the samples of `layout`."""
     whole = layout.without_place("files", shape=(count, *row_shape), sample_axis=0)
     return with_parts(whole, parts)
 
 
 def aligned(layouts: Mapping[str, DatasetLayout]) -> dict[str, DatasetLayout]:
-    """Return the fields of a file with sequences that begin at equal rows.
+    """Return the fields of a file with sequences that begin at the same rows in all of them.
 
     DatasetError if fields have different sequences.
     """
@@ -396,7 +396,7 @@ def aligned(layouts: Mapping[str, DatasetLayout]) -> dict[str, DatasetLayout]:
         both = f"{layouts[name].file}: {first_name} and {name} have"
         if lengths.size != first.size:
             raise DatasetError(
-                f"{both} {first.size} and {lengths.size} sequences; all fields must have equal"
+                f"{both} {first.size} and {lengths.size} sequences; all need the same number"
             )
         at = int(np.argmax(abs(lengths - first))) if first.size else 0
         if first.size and abs(lengths - first)[at] > _MOST_APART:
@@ -411,7 +411,7 @@ def aligned(layouts: Mapping[str, DatasetLayout]) -> dict[str, DatasetLayout]:
 
 
 def _with_room(layout: DatasetLayout, room: Int64s) -> DatasetLayout:
-    """Return a layout in which each sequence begins where that of the longest field does."""
+    """Return a layout in which sequence i takes `room[i]` rows."""
     assert layout.sequences is not None
     held = layout.sequences.held
     shift = np.cumsum(room) - room - (np.cumsum(held) - held)
@@ -443,7 +443,7 @@ def _with_room(layout: DatasetLayout, room: Int64s) -> DatasetLayout:
 
 
 def _ragged_with_room(layout: DatasetLayout, room: Int64s, shift: Int64s) -> DatasetLayout:
-    """Do the same if samples are runs of rows: samples outside sequences have no rows."""
+    """Do the same for samples that are runs of rows; those outside sequences have no rows."""
     assert layout.sequences is not None
     held = layout.sequences.held
     at = np.arange(int(held.sum())) + np.repeat(shift, held)
@@ -465,15 +465,15 @@ def _ragged_with_room(layout: DatasetLayout, room: Int64s, shift: Int64s) -> Dat
 
 
 def _shifted(first: int, ends: Int64s, shift: Int64s) -> int:
-    """Return the row's position after its sequence was moved."""
+    """Return the position of row `first` after its sequence was moved."""
     at = min(int(np.searchsorted(ends, first, side="right")), shift.size - 1)
     return first + int(shift[at]) if shift.size else first
 
 
 def widest_dtype(layouts: Sequence[DatasetLayout]) -> np.dtype[Any] | None:
-    """Return the narrowest dtype of integers that holds those of all layouts, if these differ.
+    """Return the narrowest integer dtype that holds those of all layouts, if they differ.
 
-    None if no dtype does: of 64 bits, signed and unsigned; or if not all are integers.
+    None if there is none (for uint64 and a signed dtype), or if not all are integers.
     """
     dtypes = {layout.dtype.newbyteorder("=") for layout in layouts}
     if len(dtypes) < 2 or any(dtype.kind not in "iu" for dtype in dtypes):

@@ -1,9 +1,9 @@
 """Lists the objects of an open file, and finds those that a user means.
 
-They are named in errors about a missing dataset. Groups that match a pattern are sequences. Groups
-and attributes tell what is read as one field.
+Errors about a missing dataset list the objects. Groups that match a pattern are sequences. Groups
+and attributes show which objects are read as one field.
 
-To list objects, only groups are opened: HDF5 may open other files when it opens a virtual dataset.
+Listing objects opens only groups: HDF5 may open other files when it opens a virtual dataset.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from h5async.spelling import name_bytes, name_text, shell_word
 from h5async.system.interruptions import interruption, suppressing
 
 _LISTED_DATASETS = 20
-# Groups that are read as one field: by their declared type, the dataset that counts samples.
+# Groups that are read as one field: their declared type, and the dataset that counts samples.
 _MEMBERS = {"categorical": "codes", "nullable-integer": "values", "nullable-boolean": "values"}
 _SPARSE = ("csr_matrix", "csr")
 MEMBERS_OF_10X = {"barcodes", "data", "indices", "indptr", "shape"}
@@ -36,12 +36,12 @@ _GROUP = "__categories"
 _WILDCARDS = re.compile(r"[*?\[]")
 _NUMBER = re.compile(r"(\d+)")
 _MOST_OBJECTS = 200  # visited per file for a message: 0.05 s
-LISTING_NBYTES = 32 << 20  # of metadata: the names of a large group are visited for each object
+LISTING_NBYTES = 32 << 20  # metadata cache: each object's lookup visits the names in its group
 _KINDS = {h5py.h5o.TYPE_DATASET: "dataset", h5py.h5o.TYPE_GROUP: "group"}
 
 
 def what_is_there(file: HDF5File, reach: Reach, missing: str) -> str:
-    """List datasets of a file, where there is none at the path `missing`, and say how to read some.
+    """List datasets of a file that has none at the path `missing`, and say how to read some.
 
     Only the first objects of a large file are listed: it may hold millions.
     """
@@ -55,22 +55,22 @@ def what_is_there(file: HDF5File, reach: Reach, missing: str) -> str:
         is_cut = len(listed) > _MOST_OBJECTS
         datasets = {}
         for name in [name for name, kind in listed[:_MOST_OBJECTS] if kind == "dataset"]:
-            with suppressing(Exception):  # it is damaged; the error comes where it is read
+            with suppressing(Exception):  # a damaged one raises its error when it is read
                 datasets[name] = file[name_bytes(name)]
     shapes, readable = _with_groups(file, datasets, reach)
     looked = f"the first {_MOST_OBJECTS:,} objects of the file"
     if not shapes:
-        return f"{looked} are no datasets" if is_cut else "the file holds no datasets"
+        return f"{looked} include no datasets" if is_cut else "the file holds no datasets"
     shown = [f'"{name}" {shape}' for name, shape in shapes.items()][:_LISTED_DATASETS]
     more = len(shapes) - len(shown)
     text = ", ".join(shown) + (f" and {more} more" if more > 0 else "")
-    text = f"{looked} hold {text}; there are others" if is_cut else f"the file holds {text}"
+    text = f"{looked} include {text}; there are more" if is_cut else f"the file holds {text}"
     command = _sequences_in(shapes, missing) or _read_command(file, readable)
     return f"{text}; try: {command}" if command else text
 
 
 def _sequences_in(paths: Iterable[str], missing: str) -> str | None:
-    """Say how to read groups that are alike but for a number, unless `missing` is in one."""
+    """Say how to read groups whose paths differ in one number, unless `missing` is in one."""
     found: Counter[tuple[str, str]] = Counter()
     for path in paths:
         for at in (at for at, sign in enumerate(path) if sign == "/"):
@@ -90,9 +90,9 @@ def _sequences_in(paths: Iterable[str], missing: str) -> str | None:
 def _with_groups(
     file: HDF5File, datasets: Mapping[str, h5py.Dataset], reach: Reach
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-    """Return the shapes of datasets, and of groups that are read as one field in their place.
+    """Return shapes by path: of all fields, and of those that are read without further options.
 
-    By path: of all of them, and of those that a reader takes without further options.
+    The fields are the datasets, with groups that are read as one field in place of their members.
     """
     groups: dict[str, tuple[int, ...] | None] = {}
     found: dict[str, tuple[int, ...]] = {}
@@ -106,7 +106,7 @@ def _with_groups(
             found[parent] = readable[parent] = of_field
             continue
         shape = found[name] = _shown_shape(file, dataset, reach)
-        with suppressing(Exception):  # h5py has no one type for what it cannot express
+        with suppressing(Exception):  # h5py raises any of several exceptions for unknown types
             if shape and not dataset.dtype.hasobject:
                 readable[name] = shape
     return found, readable
@@ -114,7 +114,7 @@ def _with_groups(
 
 def shape_of_field(group: h5py.Group) -> tuple[int, ...] | None:
     """Return the shape of a group as a field (a sparse matrix or a column), or None."""
-    with suppressing(Exception):  # damaged metadata may raise anything, and do not matter here
+    with suppressing(Exception):  # damaged metadata may raise anything; that is no matter here
         kind = group.attrs.get("encoding-type", group.attrs.get("h5sparse_format"))
         member = _MEMBERS.get(name_text(kind)) if isinstance(kind, str | bytes) else None
         if member is not None:
@@ -149,8 +149,8 @@ def _shown_shape(file: HDF5File, dataset: h5py.Dataset, reach: Reach) -> tuple[i
 def walk(file: HDF5File, most_names: int | None = None) -> Iterator[tuple[str, str]]:
     """Yield path and kind of the objects of a file, in the order of names; each object once.
 
-    The kind is "dataset", "group", "link" for a soft or external one, wherever it leads, or "other"
-    for a named type, or an object that HDF5 cannot identify because it is damaged. At most
+    The kind is "dataset", "group", "link" for a soft or external link, wherever it leads, or
+    "other" for a named datatype, or an object so damaged that HDF5 cannot identify it. At most
     `most_names` names are listed per group. DatasetError if the root group cannot be opened.
     """
     try:
@@ -194,11 +194,11 @@ def _address(info: h5py.h5o.ObjInfo) -> tuple[int, int]:
 def names_in(
     group: h5py.Group, most: int | None = None, index: int = h5py.h5.INDEX_NAME
 ) -> Iterator[tuple[bytes, int]]:
-    """Return the readable names in a group, in the order of an index, and their links' kinds."""
+    """Return the readable names in a group, in the order of an index, and their link types."""
     found: dict[bytes, int] = {}
 
     def note(name: bytes, info: h5py.h5l.LinkInfo) -> bool | None:
-        if name in found or len(found) == most:  # a name that comes again: the index has a loop
+        if name in found or len(found) == most:  # a repeated name: the index has a loop
             return True
         found[name] = info.type
         return None
@@ -212,8 +212,8 @@ def older_categories(located: Located, node: h5py.h5d.DatasetID) -> str | None:
     """Return the path of the categories of a dataset of codes, as AnnData wrote them before 0.8.
 
     An attribute refers to them, or they lie in a group ``__categories`` beside the dataset. None if
-    there are none; DatasetError if the attribute refers to something else; any exception of h5py's
-    if metadata are damaged.
+    there are none; DatasetError if the attribute refers to something else; any exception of h5py if
+    metadata are damaged.
     """
     if located.rest or node.get_type().get_class() != h5py.h5t.INTEGER:
         return None
@@ -224,8 +224,8 @@ def older_categories(located: Located, node: h5py.h5d.DatasetID) -> str | None:
             if isinstance(names, h5py.Dataset) and names.name is not None:
                 return str(name_text(names.name)).strip("/")
             raise DatasetError(
-                f'{located.file.filename}: column "{located.path}": its categories are no dataset'
-                " of the file"
+                f'{located.file.filename}: column "{located.path}": its categories are not a'
+                " dataset of the file"
             )
     parent, _, name = located.path.strip("/").rpartition("/")
     group = f"{parent}/{_GROUP}" if parent else _GROUP
@@ -236,10 +236,10 @@ def older_categories(located: Located, node: h5py.h5d.DatasetID) -> str | None:
 
 
 class Grouping(NamedTuple):
-    """Which groups of a file, at the beginning of fields' paths, are sequences.
+    """Selects the groups of a file that are sequences; the paths of fields are relative to them.
 
-    Those that match `pattern` (see `matching_groups`) or, of these, `only` those that a dataset of
-    this path names; `read_names` reads that dataset of a file.
+    They match `pattern` (see `matching_groups`). If `only` is not empty, it is the path of a
+    dataset, read by `read_names`, that lists the ones to use.
     """
 
     pattern: str
@@ -252,8 +252,8 @@ class Grouping(NamedTuple):
     def find(self, path: FileName, file: HDF5File, reach: Reach) -> list[str]:
         """Return the paths of the groups of an open file, in natural order.
 
-        DatasetError if there is none, or a named one is missing; raises also what `matching_groups`
-        and `read_names` raise.
+        DatasetError if there is none, or a listed one is missing; also raises the errors of
+        `matching_groups` and `read_names`.
         """
         found = matching_groups(file, self.pattern, reach)
         if not self.only or self.read_names is None:
@@ -277,8 +277,8 @@ class Grouping(NamedTuple):
 def matching_groups(file: HDF5File, pattern: str, reach: Reach) -> list[str]:
     """Return the paths of the groups that match a pattern, in natural order.
 
-    It is a path; ``*``, ``?`` and ``[...]`` in its names match like in file names. DatasetError if
-    no group matches; UnsafeFileError if a link leads to a file that `reach` does not permit.
+    The pattern is a path; ``*``, ``?`` and ``[...]`` match as in file names. DatasetError if no
+    group matches; UnsafeFileError if a link leads to a file that `reach` does not permit.
     """
     found = [""]
     names = components(pattern)

@@ -1,7 +1,7 @@
 """Reads the layout of one open dataset: where its bytes lie, or why only h5py may read it.
 
-A dataset is read directly only if its bytes are known to equal h5py's result. Any doubt gives a
-`fallback_reason`, and `read/fallback.py` then reads the dataset through h5py.
+A dataset is read directly only if its bytes are known to equal h5py's result. In case of doubt, its
+layout gets a `fallback_reason`, and `read/fallback.py` reads the dataset through h5py.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ _MOST_KINDS = 256  # that are kept
 class Indexer:
     """Reads the layouts of datasets of one open file.
 
-    `reach` says which other files its datasets may refer to. The datasets are nested sources of
-    `depth` virtual datasets. The file, `reach`, the `LastGroup`, and the names of dimension scales
-    are attributes.
+    `reach` says which other files its datasets may refer to. `depth` is the number of virtual
+    datasets above them, whose sources they are. Public attributes: the file, `reach`, the
+    `LastGroup`, and the names of dimension scales.
     """
 
     def __init__(self, file: HDF5File, reach: Reach, depth: int = 0) -> None:
@@ -90,7 +90,7 @@ class Indexer:
         reach.consulted.found(self._path, self._stamp, is_written=self._is_writer)
         self.reach = reach
         self._depth = depth
-        # Those found before, of each kind.
+        # A layout of each kind found so far.
         self._alike: dict[_Kind, DatasetLayout] = (
             {} if reach.alike is None else reach.alike.datasets
         )
@@ -134,9 +134,9 @@ class Indexer:
     def raw_layout(
         self, name: str, node: h5py.h5d.DatasetID, forms: Forms, num_dim: int = 0
     ) -> DatasetLayout:
-        """Return the layout of the references of a dataset of variable length.
+        """Return the layout of the references of a variable-length dataset.
 
-        `forms`, by file, say how to understand them; what is found here is added. Raises
+        `forms` says by file how elements are stored; those found here are added. Raises
         `NotDirectError` if only h5py may read it, and the errors of `metadata.read_layouts`.
         """
         where = f'{self._name}: dataset "{name}"'
@@ -181,7 +181,7 @@ class Indexer:
         return self._direct(layout, dataset, where, fill=fill)
 
     def _shape_of(self, dataset: Opened) -> tuple[int, ...] | None:
-        """Return the shape of a dataset; as the source of a virtual one, a scalar is one sample."""
+        """Return the shape of a dataset; a scalar source of a virtual dataset is one sample."""
         return (1,) if dataset.shape == () and self._depth else dataset.shape
 
     def _declared(
@@ -193,7 +193,7 @@ class Indexer:
         shape: tuple[int, ...],
         extra: tuple[int, ...] = (),
     ) -> DatasetLayout:
-        """Return what a dataset says of itself; `extra` are the dimensions of its array type."""
+        """Return a layout without places; `extra` are the dimensions of the array type."""
         is_chunked = storage == "chunked"
         return DatasetLayout(
             file=self._path,
@@ -215,9 +215,9 @@ class Indexer:
         )
 
     def _kind(self, dataset: Opened, member: Sequence[str], num_dim: int | str) -> _Kind | None:
-        """Return what layouts depend on, except where values lie, and sizes; None if on more.
+        """Return the facts that decide how a dataset is read; None if these are not all.
 
-        (Which files may be mapped depends on their device.)
+        (The device is one because it decides whether files may be mapped.)
         """
         if isinstance(num_dim, str):
             return None  # each dataset has its own named dimension
@@ -232,7 +232,7 @@ class Indexer:
         return dataset.encoded_type, dataset.properties, len(dataset.shape), num_dim, device
 
     def _is_plain(self, layout: DatasetLayout, dataset: Opened) -> bool:
-        """Return whether others of its kind are read in the same way, with all of its filters."""
+        """Return whether others of its kind are read in the same way, with all of the filters."""
         is_direct = layout.fallback_reason is None and layout.segments is None
         is_there = layout.offset >= 0 or layout.storage == "chunked"
         return is_direct and is_there and layout.filters == filters_of(dataset.plist)
@@ -319,7 +319,7 @@ class Indexer:
             return layout.changed(fallback_reason=str(error), stored_nbytes=nbytes, text=())
 
     def _converts(self, element: StoredType, member: tuple[str, ...]) -> bool:
-        """Tell whether stored bytes are converted as a chunk is decoded."""
+        """Return whether stored bytes are converted as a chunk is decoded."""
         is_needed = not element.is_numpys or (element.text and self._depth)
         can = element.conversion and not member and load_core() is not None
         return bool(is_needed and can)
@@ -340,7 +340,7 @@ class Indexer:
     def _stored_nbytes(self, layout: DatasetLayout, dataset: Opened, where: str) -> int:
         """Return the stored size of a dataset that h5py reads; 0 if unknown.
 
-        This checks all addresses; HDF5 itself checks few.
+        Also checks all addresses, of which HDF5 itself checks few.
         """
         # Unwritten values may have no address in the file, and some sizes are unknown.
         is_checked = layout.stored_itemsize and not self._is_writer
@@ -412,8 +412,8 @@ def _member_of(values: Any, member: tuple[str, ...]) -> Any:
 def _storage(dataset: Opened) -> Storage:
     """Return the layout class.
 
-    External storage reports itself as contiguous, and external and virtual datasets have no offset,
-    like those that were never written, so these are distinguished first.
+    HDF5 reports external storage as contiguous, and external and virtual datasets have no offset,
+    like those that were never written. So these two are recognized first.
     """
     kind = dataset.layout_class
     if kind == h5py.h5d.VIRTUAL:

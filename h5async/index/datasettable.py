@@ -30,7 +30,7 @@ from h5async.index.tables import (
 )
 from h5async.io.source import FileStamp
 
-# What datasets of a kind differ in, and facts that only a kind of its own may have.
+# Facts in which datasets of a kind differ, and those that make a dataset a kind of its own.
 _DIFFERENT = "file", "stamp", "path", "shape", "offset", "stored_nbytes", "chunks", "indexed"
 _OWN = "values", "datasets", "sources", "attached", "heaps", "sequences", "spans", "lengths"
 _NOT_SAME = *_DIFFERENT, *_OWN, "segments", "fill"
@@ -46,13 +46,13 @@ def is_own_kind(layout: DatasetLayout) -> bool:
 
 
 def has_own_extent(layout: DatasetLayout) -> bool:
-    """Return whether the extent in the file cannot be told from the shape."""
+    """Return whether the extent in the file cannot be derived from the shape."""
     own = layout.shape[: len(layout.shape) - layout.extra_dims]
     return layout.indexed is not None and layout.indexed.shape not in (own, own[1:])
 
 
 class _Kinds:
-    """Numbers the kinds of datasets, which differ in `_DIFFERENT` facts alone."""
+    """Numbers the kinds of datasets: those of a kind differ in `_DIFFERENT` facts alone."""
 
     def __init__(self) -> None:
         self.found: list[DatasetLayout] = []
@@ -84,7 +84,7 @@ class Columns(NamedTuple):
     begin: Int64s  # (n + 1,): where the chunks of each begin in `chunks`
     is_sparse: NDArray[np.bool_]  # chunks are looked up by number: not all are allocated
     chunks: ChunkTable  # concatenated; `index` is None if no dataset is sparse
-    files: tuple[tuple[str, FileStamp], ...]  # and stamps of these
+    files: tuple[tuple[str, FileStamp], ...]  # names and stamps
 
     def layout(self, number: int, like: DatasetLayout) -> DatasetLayout:
         """Return the layout of a dataset that is like another one."""
@@ -110,7 +110,7 @@ class Columns(NamedTuple):
         )
 
     def part(self, first: int, count: int) -> Columns:
-        """Return the columns of some datasets that follow each other."""
+        """Return the columns of `count` consecutive datasets."""
         begin = self.begin[first : first + count + 1]
         found = {name: getattr(self, name)[first : first + count] for name in _PER_DATASET}
         here, is_sparse = slice(*begin[[0, -1]].tolist()), bool(found["is_sparse"].any())
@@ -124,14 +124,14 @@ _PER_DATASET = "kind", "file", "paths", "rows", "offset", "stored_nbytes", "is_s
 class Datasets(Sequence[DatasetLayout]):
     """Datasets that hold the samples of a field: a table of extents. Immutable, picklable.
 
-    Facts that many have in common are stored once, in `kinds`; the differences are arrays. So
-    another dataset costs a few numbers. A dataset becomes an object on request.
+    Facts that many have in common are stored once, in `kinds`; the differences are arrays. So each
+    further dataset costs a few numbers. Objects for datasets are made on request.
     """
 
     def __init__(self, kinds: Sequence[DatasetLayout], columns: Columns) -> None:
         self.kinds = tuple(kinds)
         self.columns = columns
-        self._made: dict[int, DatasetLayout] = {}  # so that a dataset is one object
+        self._made: dict[int, DatasetLayout] = {}  # so that a dataset is always one object
         self._is_single = np.bincount(columns.kind, minlength=len(kinds)) == 1
         self._is_single |= np.array([is_own_kind(kind) for kind in kinds], np.bool_)
 
@@ -206,7 +206,7 @@ class Datasets(Sequence[DatasetLayout]):
         return map(self.__getitem__, range(len(self)))
 
     def by_kind(self, fact: Callable[[DatasetLayout], Any], dtype: Any) -> NDArray[Any]:
-        """Return a fact of each dataset, (n,), that those of a kind have in common."""
+        """Return a fact of each dataset, (n,), which is the same for all of a kind."""
         return np.array([fact(kind) for kind in self.kinds], dtype)[self.columns.kind]
 
     def _new(self, number: int) -> DatasetLayout:
@@ -216,9 +216,9 @@ class Datasets(Sequence[DatasetLayout]):
 
     @cached_property
     def largest(self) -> list[tuple[DatasetLayout, int]]:
-        """Those with the most rows of each kind, and those with the largest stored chunk.
+        """The dataset of each kind with the most rows, and the one with the largest stored chunk.
 
-        No other one needs more memory. With each comes the number of datasets that it stands for.
+        No others need more memory. Each comes with the number of datasets that it stands for.
         """
         if self._is_single.all():
             return [(one, 1) for one in self]
@@ -236,7 +236,7 @@ class Datasets(Sequence[DatasetLayout]):
 
 
 def table_of(layout: DatasetLayout) -> tuple[Segments, Datasets]:
-    """Return the segments of all samples, and the datasets that hold them: itself, or others."""
+    """Return the segments of all samples, and the datasets that hold them, maybe itself."""
     if layout.segments is not None:
         assert isinstance(layout.datasets, Datasets)
         return layout.segments, layout.datasets
@@ -246,14 +246,14 @@ def table_of(layout: DatasetLayout) -> tuple[Segments, Datasets]:
 
 
 def kinds_of(layout: DatasetLayout) -> list[tuple[DatasetLayout, int]]:
-    """Return leaves, each with the number of leaves like it that need no more memory."""
+    """Return leaves, each with the number of similar leaves that need no more memory."""
     if layout.segments is None:
         return [(layout, 1)]
     return table_of(layout)[1].largest
 
 
 def pieces_read(layout: DatasetLayout) -> list[tuple[DatasetLayout, int]]:
-    """Return a dataset of each kind, and the number of pieces that are read of each of its rows."""
+    """Return a dataset of each kind, and the number of pieces read per row."""
     if layout.segments is None:
         return [(layout, layout.num_pieces)]
     segments, datasets = table_of(layout)
@@ -269,7 +269,7 @@ def _pieces_within(layout: DatasetLayout, piece: Piece) -> int:
     if piece.source_region is None:
         return layout.num_pieces
     rest, found = [a for a in range(len(layout.shape)) if a != layout.sample_axis], 1
-    for a, part in zip(rest, piece.source_region, strict=False):  # behind them, those of a member
+    for a, part in zip(rest, piece.source_region, strict=False):  # the rest are those of a member
         wanted, size = range(layout.shape[a])[part], layout.piece_shape[a]
         found *= min(len(wanted), wanted[-1] // size - wanted[0] // size + 1) if wanted else 0
     return found
@@ -289,7 +289,7 @@ _UNCHUNKED_UNIT_NBYTES = 1 << 20  # a read of this size costs little more per by
 
 
 def unit_nbytes(layout: DatasetLayout) -> int:
-    """Return the decoded bytes kept of a unit for several batches."""
+    """Return the decoded bytes of a unit that are kept for several batches."""
     if layout.segments is not None:
         several = (
             unit_nbytes(kind) // max(1, kind.num_pieces) * pieces
@@ -301,7 +301,7 @@ def unit_nbytes(layout: DatasetLayout) -> int:
     if not layout.is_shared and layout.rows_are_whole and layout.chunk_shape[0] == 1:
         return 0  # each row is one chunk
     nbytes: int = layout.chunk_nbytes
-    if layout.member and layout.stored_itemsize:  # HDF5 decodes the whole compound, too
+    if layout.member and layout.stored_itemsize:  # HDF5 decodes the whole compound
         cells = layout.chunk_shape[: len(layout.chunk_shape) - layout.extra_dims]
         nbytes = math.prod(cells) * layout.stored_itemsize
     return nbytes * layout.num_pieces
@@ -333,7 +333,7 @@ def sample_bounds(layout: DatasetLayout) -> Int64s:
 
 
 def most_units(layout: DatasetLayout) -> int:
-    """Return the maximum number of units that `unit_bounds` finds, without listing them."""
+    """Return an upper limit of the number of units that `unit_bounds` finds."""
     size, count = _unit_rows(layout, 0), layout.num_samples
     if layout.segments is None or layout.chunk_shape:
         return 1 + count // size
@@ -342,13 +342,13 @@ def most_units(layout: DatasetLayout) -> int:
 
 
 def even_bounds(even: Sequence[tuple[int, int, int]], size: int) -> Int64s:
-    """Return the bounds within ranges (`Segments.even`); `size` is for those without their own."""
+    """Return the bounds within ranges (`Segments.even`); those without a size have `size`."""
     found = [np.arange(begin, end, own or size) for begin, end, own in even]
     return np.concatenate([*found, np.array([end for _, end, _ in even])]).astype(np.int64)
 
 
 def even_ranges(bounds: Int64s) -> tuple[tuple[int, int, int], ...]:
-    """Return the ranges of which these are the bounds: neighbours of one size are one."""
+    """Return the ranges with these bounds; neighbouring units of equal size make one range."""
     size = np.diff(bounds)
     at = np.flatnonzero(np.diff(size, prepend=-1))
     ends = bounds[np.append(at[1:], size.size)]
@@ -356,7 +356,7 @@ def even_ranges(bounds: Int64s) -> tuple[tuple[int, int, int], ...]:
 
 
 def bounds_behind(runs: PairedRuns, edges: Int64s) -> Int64s:
-    """Return the bounds of units of runs of samples, whose rows have units with these `edges`."""
+    """Return the bounds of units in samples; `edges` are the bounds in rows of the runs."""
     _, length, row, step = runs
     unit = np.searchsorted(edges, row, side="right") - 1
     last = np.searchsorted(edges, row + (length - 1) * step, side="right") - 1
@@ -372,9 +372,9 @@ def _unit_rows(layout: DatasetLayout, row_nbytes: int) -> int:
 
 
 def _cuts_of(layout: DatasetLayout, row_nbytes: int) -> tuple[_Cuts, Int64s]:
-    """Return where units cut the segments of a layout, and the rows of a unit of each segment."""
+    """Return where units cut the segments of a layout, and the rows per unit of each segment."""
     segments, datasets = table_of(layout)
-    if segments.even:  # those have all bounds
+    if segments.even:  # which has all bounds
         segments = segments.at(np.zeros(0, np.int64))
     segments = segments.at(np.lexsort((segments.first, segments.piece, segments.dataset)))
     row_nbytes = row_nbytes or layout.row_nbytes
@@ -390,8 +390,8 @@ class _Cuts:
     """Where units of datasets cut runs of samples.
 
     Samples between two samples of a unit belong to it, unless another dataset holds them. `unit`
-    and `last` are the units of the first and of the last row of each run; `is_other`, bool
-    (n - 1,), says whether a run lies elsewhere than the one before.
+    and `last` are the units of the first and the last row of each run; `is_other`, bool (n - 1,),
+    says whether a run lies in another place than the one before.
     """
 
     def __init__(
@@ -403,13 +403,13 @@ class _Cuts:
 
     @property
     def most(self) -> int:
-        """The number of bounds at most."""
+        """The maximum number of bounds."""
         return 2 * self._runs.size + int(self._count.sum())
 
     def bounds(self, edge: Callable[[Int64s, Int64s], Int64s]) -> Int64s:
         """Return the samples that bound units.
 
-        `edge` returns the first rows of units, from the numbers of their runs and their own.
+        `edge(runs, units)` returns the first row of each unit, by the numbers of run and unit.
         """
         first, length, row, step = self._runs
         which, ordinal = repetitions(self._count)

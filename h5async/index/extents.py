@@ -1,12 +1,12 @@
 """Makes the tables of fields that the core reads: layers of segments, extents and shapes. Pure.
 
-A layout enters, which already is one flat table (`layout.py`). What leaves says for each dataset
-where its first extent is, and which `Shape` its rows have. A field has layers, nearly always one:
-each holds a piece of every row (the whole row, or a region of it), and covers all samples.
+Takes a layout, which is already one flat table (`layout.py`); returns, for each dataset, where its
+first extent is and which `Shape` its rows have. A field has layers, nearly always one: each holds a
+piece of every row (the whole row, or a region of it), and covers all samples.
 
 Also decides what is kept for later batches: chunks, whole rows, or small datasets. If rows lie in a
-thousand files, such as the labels beside each recording, nearly each row costs a check of another
-file: then it is cheaper to keep these small datasets whole, like decoded chunks.
+thousand files, such as the labels beside each recording, nearly every row costs a check of another
+file. Then it is cheaper to keep these small datasets whole, like decoded chunks.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ SEGMENT_NBYTES, EXTENT_NBYTES = 53, 28  # of a row in the tables
 class SourceFile(NamedTuple):
     """A file that holds rows, as it was indexed, or memory with a compact dataset's values.
 
-    `values` are (rows, *row), C-contiguous; None for a file. If it `is_heap`, variable-length
-    elements are read from it, whose positions are not read again after a change.
+    `values` are (rows, *row), C-contiguous; None for a file. If it `is_heap`, it holds
+    variable-length elements, whose positions are not read again after a change.
     """
 
     path: str
@@ -52,7 +52,7 @@ class SourceFile(NamedTuple):
 
 
 def table_nbytes(layout: DatasetLayout) -> int:
-    """Return the maximum size of a field's table, beside the layout itself."""
+    """Return the maximum size of a field's table, besides the layout itself."""
     if layout.segments is None:
         return 0
     segments, datasets = table_of(layout)
@@ -74,7 +74,7 @@ class TableBuilder:
     def build(self, layout: DatasetLayout, kept_nbytes: int = 0) -> FieldTable:
         """Return the table of a field.
 
-        A small dataset is one chunk if all that can be kept of the field fits into `kept_nbytes`.
+        Each small dataset is one chunk if all that can be kept of the field fits in `kept_nbytes`.
         """
         if layout.heaps:
             return self._heap_table(layout)
@@ -107,7 +107,7 @@ class TableBuilder:
         return number
 
     def kind_of(self, layout: DatasetLayout, piece: Piece, whole: DatasetLayout) -> Kind:
-        """Return how the rows of a dataset lie of which a piece is wanted."""
+        """Return how the rows of a dataset lie if a piece of each is wanted."""
         is_member, crop = piece.member is not None, whole.crop
         if (
             layout.fallback_reason is not None
@@ -173,8 +173,8 @@ class _FieldBuilder:
         is_small = self._is_small
         last = segments.row + (segments.length - 1) * segments.step
         is_inside = (segments.row >= 0) & (last < rows) & (segments.step >= 0)
-        # Shapes depend on the number of rows where these are not the first dimension, and where the
-        # dataset is its own chunk; a small one has one of a few shapes.
+        # A shape depends on the number of rows if these are not the first dimension, or if the
+        # dataset is its own chunk. Small datasets share a few shapes.
         datasets, is_whole = self._datasets, np.array([p.is_whole for p in segments.pieces])
         depends = datasets.by_kind(lambda one: one.sample_axis != 0, np.bool_)[segments.dataset]
         has_chunks = datasets.by_kind(lambda one: bool(one.chunk_shape), np.bool_)
@@ -198,7 +198,7 @@ class _FieldBuilder:
         return shape
 
     def _columns(self, shape: NDArray[np.int32]) -> dict[str, NDArray[Any]]:
-        """Return where segments lie: the columns of a `Layer` behind the first."""
+        """Return where segments lie: the columns of a `Layer` after the first."""
         segments, columns, datasets = self._segments, self._datasets.columns, self._datasets
         number, is_small = segments.dataset, self._is_small
         left = np.array([one.kind == Kind.LEFT for one in self._shapes], np.bool_)[shape]
@@ -231,7 +231,7 @@ class _FieldBuilder:
         }
 
     def _chunks(self) -> ChunkTable:
-        """Return the extents: those of chunks, and small datasets behind them."""
+        """Return the extents: the chunks, then the small datasets."""
         chunks, is_small = self._datasets.columns.chunks, self._small >= 0
         if not is_small.any():
             return chunks
@@ -298,19 +298,19 @@ def _without_gaps(
 
 # --- what is kept ---------------------------------------------------------------------------------
 
-SMALL_NBYTES = 1 << 16  # of a dataset: reading all takes little longer than reading a row
+SMALL_NBYTES = 1 << 16  # a dataset of this size takes little longer to read than a row
 MANY = 16  # datasets
 
 
 class KeptNbytes(NamedTuple):
-    """The memory to keep everything of a field that can be kept."""
+    """The memory needed to keep everything of a field that can be kept."""
 
     encoded: int  # its chunks that must be decoded
     small: int  # its small datasets without filters; 0 if they are few, and not kept
 
 
 def kept_whole_nbytes(layout: DatasetLayout) -> KeptNbytes:
-    """Return the memory to keep all chunks of a field, and all of its small datasets."""
+    """Return the memory needed to keep all chunks and all small datasets of a field."""
     _, datasets = table_of(layout)
     rows, kinds, encoded = datasets.columns.rows, datasets.kinds, 0
     rows_of_chunk = datasets.by_kind(
@@ -341,12 +341,12 @@ def addresses_of_small(datasets: Datasets) -> Int64s:
 
 
 def row_nbytes_of(datasets: Datasets) -> Int64s:
-    """Return the bytes of a row of each dataset; files may declare more than 64 bits hold."""
+    """Return the bytes of a row of each dataset, limited to 63 bits: files may declare more."""
     return datasets.by_kind(lambda kind: min(kind.row_nbytes, (1 << 63) - 1), np.int64)
 
 
 def _most_rows(kind: DatasetLayout) -> int:
-    """Return the rows of a small dataset of a kind; 0 if it is not read as one."""
+    """Return the maximum number of rows of a small dataset of a kind; 0 if none counts as one."""
     if kind.fallback_reason is not None or kind.values is not None:
         return 0
     if not kind.rows_are_whole or kind.filters or not kind.row_nbytes:
@@ -355,8 +355,8 @@ def _most_rows(kind: DatasetLayout) -> int:
     return min(most, kind.chunk_shape[0]) if kind.chunk_shape else most
 
 
-# Rows are assembled if there is room for this number of groups (a group: all rows with pieces in
-# one chunk), and if an epoch uses this share of all rows.
+# Rows are assembled if there is memory for at least this number of groups (a group: all rows with
+# pieces in one chunk), and if an epoch uses at least this share of all rows.
 _LEAST_GROUPS, _LEAST_USES = 4, 0.5
 
 
@@ -373,16 +373,16 @@ def what_to_keep(
 ) -> list[Keeps]:
     """Return what is kept of a field's chunks in memory of `kept_nbytes`, by shape.
 
-    Assembling all rows of some chunks pays if an epoch uses most of them, and they stay until
-    needed: in a window, or if everything can be kept. Otherwise, or if a chunk has pieces of rows
-    that are assembled differently, a batch takes its pieces out of chunks. `uses` is the number of
-    rows that an epoch delivers, with repetitions.
+    Assembling all rows of some chunks pays if an epoch uses most of them, and they stay in memory
+    until needed: in a window, or if everything can be kept. Otherwise, or if a chunk has pieces of
+    rows that are assembled differently, a batch takes its pieces from chunks. `uses` is the number
+    of rows that an epoch delivers, with repetitions.
     """
     keeps = [Keeps.CHUNKS if shape.keeps else Keeps.NONE for shape in table.shapes]
     groups = [group_nbytes(shape, layout.row_nbytes) for shape in table.shapes]
     whole_nbytes = kept_whole_nbytes(layout).encoded
     if layout.crop is not None:
-        # Chunks of one sample are needed again in the next epoch, if then they are still there.
+        # Chunks of one sample are not needed before the next epoch: are they still there by then?
         is_again = layout.is_shared or kept_nbytes >= whole_nbytes
         several = zip(table.shapes, keeps, strict=True)
         return [what if is_again or s.chunk_samples > 1 else Keeps.NONE for s, what in several]
@@ -402,8 +402,8 @@ def what_to_keep(
 def group_nbytes(shape: Shape, row_nbytes: int) -> int:
     """Return the size of the assembled rows that have pieces in one chunk.
 
-    It is not more than their decoded chunks. 0 means that rows are not assembled, because chunks
-    hold whole rows as they are, or because rows have pieces in other datasets, too.
+    It is at most that of their decoded chunks. 0 means that rows are not assembled, because chunks
+    hold whole rows as they are, or because rows also have pieces in other datasets.
     """
     whole = shape.itemsize * int(shape.extents.prod(axis=1).sum())
     if not (shape.keeps and shape.filters) or shape.rows_are_whole:
@@ -414,12 +414,12 @@ def group_nbytes(shape: Shape, row_nbytes: int) -> int:
 
 
 def _share_chunks(table: FieldTable) -> bool:
-    """Return whether a chunk has pieces of rows of several shapes: each would decode it again."""
+    """Return whether rows of several shapes share a chunk: each shape would decode it again."""
     shapes: dict[int, set[int]] = {}  # by the first extent of their dataset
     count = len(table.shapes)
     for layer in table.layers:
         has_chunks = layer.count > 0
-        # As one number: NumPy's comparison of rows swallows a signal's exception.
+        # Pairs are one number each: NumPy's comparison of rows swallows a signal's exception.
         pairs = layer.begin[has_chunks] * count + layer.shape[has_chunks]
         for begin, shape in map(divmod, np.unique(pairs).tolist(), itertools.repeat(count)):
             shapes.setdefault(begin, set()).add(shape)

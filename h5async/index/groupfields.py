@@ -1,10 +1,9 @@
 """Finds fields that consist of several datasets: sparse matrices, and columns of tables.
 
-A path in a file enters; a `SparseGroup` or a `Column` leaves with the layouts of its datasets. A
-matrix is a group of three flat datasets: AnnData's, with the attribute ``encoding-type`` or, before
-0.7, ``h5sparse_format``; or that of 10x Genomics, whose columns are cells, and which is read as its
-transpose. Categorical and nullable columns are two datasets; AnnData's ``obs`` and ``var`` have
-such columns.
+Takes a path in a file; returns a `SparseGroup` or a `Column` with the layouts of its datasets. A
+sparse matrix is a group of three flat datasets: AnnData's, with the attribute ``encoding-type`` or,
+before 0.7, ``h5sparse_format``; or that of 10x Genomics, whose columns are cells, read as its
+transpose. Categorical and nullable columns, as in AnnData's ``obs`` and ``var``, are two datasets.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _NULLABLE = ("nullable-integer", "nullable-boolean")
 
 
 class SparseGroup(NamedTuple):
-    """A sparse matrix in a file: flat datasets, whose content is not checked: see `row_offsets`."""
+    """A sparse matrix in a file: flat datasets; `row_offsets` checks the content of `indptr`."""
 
     shape: tuple[int, int]  # samples, and columns
     data: DatasetLayout  # the values of all samples,
@@ -45,9 +44,9 @@ class SparseGroup(NamedTuple):
 def sparse_group(file: HDF5File, path: str, reach: Reach = BESIDE) -> SparseGroup | None:
     """Return the sparse matrix at a path of an open file, or None.
 
-    DatasetError if the parts of the matrix do not fit together, or the samples are not compressed:
-    the message then has a command that converts the file. ReadError if its metadata cannot be read;
-    UnsafeFileError if a link leads to a file that `reach` does not permit.
+    DatasetError if the parts of the matrix do not fit together, or if columns are compressed, not
+    rows: then the message has a command that converts the file. ReadError if its metadata cannot be
+    read; UnsafeFileError if a link leads to a file that `reach` does not permit.
     """
     with _opened(file, path, reach, "group") as found:
         if found is None or not isinstance(found.node, h5py.Group):
@@ -74,7 +73,7 @@ def sparse_group(file: HDF5File, path: str, reach: Reach = BESIDE) -> SparseGrou
 def names_beside(file: HDF5File, path: str, reach: Reach = BESIDE) -> tuple[str, str] | None:
     """Return the paths of the names and the ids of a matrix's columns, if they lie beside it.
 
-    10x Genomics writes ``features/name`` and ``features/id``, before version 3 ``gene_names`` and
+    10x Genomics writes ``features/name`` and ``features/id``; before version 3, ``gene_names`` and
     ``genes``. Raises `ReadError` and `UnsafeFileError` like `sparse_group`.
     """
     with _opened(file, path, reach, "group") as found:
@@ -88,8 +87,8 @@ def names_beside(file: HDF5File, path: str, reach: Reach = BESIDE) -> tuple[str,
 def row_offsets(indptr: NDArray[Any], group: SparseGroup) -> NDArray[np.int64]:
     """Return the bounds of rows, int64 (samples + 1,), from all values of ``group.indptr``.
 
-    Row i has the values ``offsets[i]`` up to ``offsets[i + 1]``. DatasetError if the offsets do not
-    begin with 0, rise, and end with the number of values.
+    Row i has the values ``offsets[i]`` up to ``offsets[i + 1]``. DatasetError unless the offsets
+    begin with 0, never fall, and end with the number of values.
     """
     where = f'{group.indptr.file}: dataset "{group.indptr.path}"'
     if indptr.dtype.kind == "u" and indptr.max(initial=0) > np.iinfo(np.int64).max:
@@ -121,7 +120,7 @@ class _Opened(NamedTuple):
 
 @contextlib.contextmanager
 def _opened(file: HDF5File, path: str, reach: Reach, what: str) -> Iterator[_Opened | None]:
-    """Open what a path leads to, `what` in messages; None if it is no group or dataset.
+    """Open the object at a path, a `what` in messages; None if it is not a group or dataset.
 
     Raises like `locate`, and `ReadError` if the object is damaged, also while it is open.
     """
@@ -150,7 +149,7 @@ def text_attribute(node: h5py.Group | h5py.Dataset, name: str) -> str | None:
 
 
 def kind_attribute(file: HDF5File, path: str, reach: Reach = BESIDE) -> str | None:
-    """Return what a dataset's own attribute says that its elements encode, or None.
+    """Return the kind of media that a dataset's elements encode, by its attribute, or None.
 
     Raises like `sparse_group`.
     """
@@ -181,7 +180,7 @@ def _two_numbers(group: h5py.Group) -> Any:
 def _shape_of(value: object, what: str) -> tuple[int, int]:
     found = np.asarray(value)
     if found.shape != (2,) or found.dtype.kind not in "iu" or (found < 0).any():
-        raise DatasetError(f"{what} must be the numbers of rows and columns, and is {value!r}")
+        raise DatasetError(f"{what} must be the numbers of rows and columns, but is {value!r}")
     if (found > np.iinfo(np.int64).max).any():
         raise DatasetError(f"{what} is {found.tolist()}, beyond 2**63; the file is damaged")
     return int(found[0]), int(found[1])
@@ -198,11 +197,11 @@ def _require_fit(parts: dict[str, DatasetLayout], shape: tuple[int, int], where:
             )
     num_values, num_indices = parts["data"].num_samples, parts["indices"].num_samples
     if num_values != num_indices:
-        raise DatasetError(f"{where} has {num_values} values, and {num_indices} indices of them")
+        raise DatasetError(f"{where} has {num_values} values, but {num_indices} column indices")
     num_offsets = parts["indptr"].num_samples
     if num_offsets != shape[0] + 1:
         raise DatasetError(
-            f"{where} has {shape[0]} rows, and {num_offsets} offsets of rows instead of"
+            f"{where} has {shape[0]} rows, but {num_offsets} offsets of rows instead of"
             f" {shape[0] + 1}"
         )
 
@@ -226,7 +225,7 @@ class Column(NamedTuple):
     """
 
     where: str
-    values: DatasetLayout  # for a categorical its codes, with -1 for no value
+    values: DatasetLayout  # of a categorical column: its codes, -1 for no value
     categories: DatasetLayout | NDArray[Any] | None = None  # see `category_names`
     mask: DatasetLayout | None = None  # of a nullable column: True if there is no value
 
@@ -234,7 +233,7 @@ class Column(NamedTuple):
 def column(file: HDF5File, path: str, reach: Reach = BESIDE) -> Column | None:
     """Return the categorical or nullable column at a path of an open file, or None.
 
-    The path is that of its group; in files of AnnData before 0.8, of the dataset of its codes.
+    The path is that of its group or, in files of AnnData before 0.8, of the dataset of its codes.
     Raises like `sparse_group`.
     """
     with _opened(file, path, reach, "column") as found:
@@ -264,7 +263,7 @@ def column(file: HDF5File, path: str, reach: Reach = BESIDE) -> Column | None:
 
 
 def index_of_table(file: HDF5File, path: str, reach: Reach = BESIDE) -> str:
-    """Return which column of a table has the names of its rows: AnnData lets users name it.
+    """Return the name of the column of row names in a table: AnnData lets users choose it.
 
     Raises `ReadError` and `UnsafeFileError` like `column`.
     """
@@ -287,9 +286,9 @@ def union_of(
 ) -> tuple[tuple[Any, ...], list[NDArray[np.int64]]]:
     """Unite the categories of several files.
 
-    Returns the names, those of the first file, then new ones of the others, in order; and per file
-    the codes, int64 (n + 1,): ``codes[c]`` is its code c in the union. The last one is -1, so that
-    -1 stays -1.
+    Returns the names: those of the first file, then new ones of the others, in order. And per file
+    an array `codes`, int64 (n + 1,), that translates code c of the file to ``codes[c]`` of the
+    union; the last one is -1, so that -1 stays -1.
     """
     numbers: dict[Any, int] = {}
     codes = []
@@ -300,7 +299,7 @@ def union_of(
 
 
 def _categories(located: Located, path: str, reach: Reach) -> DatasetLayout | NDArray[Any]:
-    """Return the categories; for pandas' nullable strings without missing values, the values."""
+    """Return the categories: of a group (pandas' nullable strings, none missing), its values."""
     with _opened(located.file, path, reach, "column") as found:
         if found is not None and isinstance(found.node, h5py.Group):
             path = f"{path}/values"
@@ -308,7 +307,7 @@ def _categories(located: Located, path: str, reach: Reach) -> DatasetLayout | ND
 
 
 def _flat(located: Located, name: str, kinds: str, reach: Reach, where: str) -> DatasetLayout:
-    """Return the layout of a dataset of a column: itself, or of a name in its group."""
+    """Return the layout of a column's dataset: the column itself, or `name` in its group."""
     path, label = (f"/{name}", f', dataset "{name}"') if name else ("", "")
     layout = layout_at(Indexer(located.file, reach), located.path + path, 0)
     if len(layout.shape) != 1 or layout.dtype.kind not in kinds:

@@ -1,10 +1,10 @@
-"""Asks HDF5: `Opened` is an open dataset, and facts from HDF5 that are requested once.
+"""Queries HDF5: `Opened` is an open dataset, whose common facts are requested only once.
 
-Also what h5py does not wrap, by functions of the library that h5py has loaded; the fill value, for
-values that were never written; the digest that tells a dataset from one that takes its place; and
-attributes: names of dimensions, and how values are packed by the CF conventions, as stored, which
-`plan/cf.py` interprets. netCDF-4 and h5py (`make_scale`, `attach_scale`) attach scales, which are
-datasets, to dimensions; h5py also sets labels (`dims[0].label`).
+Also calls functions that h5py does not wrap, in the library that h5py has loaded; and reads the
+fill value of elements that were never written; the digest that distinguishes a dataset from one
+that takes its place; and attributes: names of dimensions, and how values are packed by the CF
+conventions (`plan/cf.py` interprets these). netCDF-4 and h5py (`make_scale`, `attach_scale`) attach
+scales, which are datasets, to dimensions; h5py also sets labels (`dims[0].label`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ COLUMNS_REASON = (
 
 
 class OtherKindError(DatasetError):
-    """A path leads to an object that is not an array, but may be a field of another kind."""
+    """The object at a path is not an array, but may be a field of another kind."""
 
 
 class reading:
@@ -62,7 +62,7 @@ class reading:
         """Do nothing."""
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Raise the error that names what was read, from h5py's."""
+        """Raise an error that names the object, from h5py's."""
         if not isinstance(error, Exception) or isinstance(error, H5AsyncError):
             return
         if is_lack_of_memory(error):
@@ -78,8 +78,8 @@ _DONT_FILTER_PARTIAL_CHUNKS = 2  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS of H5Dpu
 def stored_nbytes(dataset: h5py.h5d.DatasetID, corner: tuple[int, ...]) -> int:
     """Return the stored size of a chunk, looked up by its key; 0 if never written, or unknown.
 
-    For a chunk that was never written, h5py's own `read_direct_chunk` allocates the length in an
-    uninitialized variable.
+    h5py's own `read_direct_chunk` takes the size of a chunk that was never written from an
+    uninitialized variable, and allocates that.
     """
     offset = (ctypes.c_uint64 * len(corner))(*corner)
     return _ask_hdf5("H5Dget_chunk_storage_size", ctypes.c_uint64, dataset, offset, default=0)
@@ -92,13 +92,13 @@ def function_address(name: str) -> int:
     return 0 if function is None else ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
-@functools.cache  # a function of ctypes refers to itself, so only a garbage collection frees it
+@functools.cache  # a ctypes function refers to itself: only the garbage collector would free it
 def hdf5_function(name: str, *types: Any, result: Any = ctypes.c_int) -> Any:
     """Return a function of h5py's HDF5 that takes an identifier and these types, or None."""
     library = _library()
     if not hasattr(library, name):
         return None
-    function = library[name]  # (an attribute would be one function for all types)
+    function = library[name]  # (an attribute would be one object, shared by all types)
     function.argtypes, function.restype = (ctypes.c_int64, *types), result
     return function
 
@@ -133,7 +133,7 @@ def _ask_hdf5(
 ) -> int:
     """Call a function of HDF5 that takes an identifier and arguments, and returns a number.
 
-    If it does not answer, return `default`, or raise NotDirectError.
+    If it fails or does not exist, return `default`, or raise NotDirectError.
     """
     found, status = kind(0), -1
     call = hdf5_function(function, *map(type, arguments), ctypes.POINTER(kind))
@@ -143,12 +143,12 @@ def _ask_hdf5(
     if status >= 0:
         return int(found.value)
     if default is None:
-        raise NotDirectError(f"HDF5 does not answer {function}")
+        raise NotDirectError(f"HDF5 gives no result for {function}")
     return default
 
 
 class Opened:
-    """An open dataset of the file `source`. Each question reaches HDF5 once, if at all.
+    """An open dataset of the file `source`.
 
     `plist` are its creation properties; `type` and `encoded_type` are its type as stored, and as
     encoded by HDF5; `chunks` are the dimensions of a chunk, empty if it has none.
@@ -166,10 +166,10 @@ class Opened:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element as stored; for variable length, that is a reference."""
+        """Bytes of an element as stored; of a reference, for variable length."""
         is_text = isinstance(self.type, h5py.h5t.TypeStringID)
         if isinstance(self.type, h5py.h5t.TypeVlenID) or (is_text and self.type.is_variable_str()):
-            # HDF5 returns the size in memory.
+            # (HDF5 would return the size in memory.)
             return 4 + int(file_properties(self.id).get_sizes()[0]) + 4
         return int(self.type.get_size())
 
@@ -207,20 +207,20 @@ class Opened:
 
     @property
     def maxshape(self) -> tuple[int | None, ...]:
-        """The limits of its growth; None for no limit."""
+        """Its maximum dimensions; None for unlimited."""
         most = self._space.get_simple_extent_dims(True)
         return tuple(None if extent == h5py.h5s.UNLIMITED else extent for extent in most)
 
     @cached_property
     def index_kind(self) -> int:
-        """The kind of its chunk index; -1 if HDF5 does not say."""
+        """The kind of its chunk index; -1 if unknown."""
         return _ask_hdf5("H5Dget_chunk_index_type", ctypes.c_int, self.id, default=-1)
 
     @property
     def edges_are_raw(self) -> bool:
         """Whether chunks that reach over the dataset's edge are not filtered.
 
-        NotDirectError if HDF5 does not say so, and it matters.
+        NotDirectError if HDF5 cannot tell, and it matters.
         """
         if all(n % c == 0 for n, c in zip(self.extents, self.chunks, strict=True)):
             return False
@@ -230,8 +230,8 @@ class Opened:
     def offset(self) -> int:
         """The first byte of contiguous values in the file; -1 if they were never written.
 
-        HDF5 adds the bytes of the userblock even to an undefined address. RuntimeError if it is not
-        valid.
+        HDF5 adds the size of the userblock even to an undefined address. RuntimeError if the
+        address is not valid.
         """
         found = self.id.get_offset()
         if found is None:
@@ -247,7 +247,7 @@ class Opened:
 
 
 def edges_are_raw(plist: h5py.h5p.PropDCID) -> bool:
-    """Return whether chunks that reach over the edge of a dataset with chunks are not filtered."""
+    """Return whether a chunked dataset does not filter chunks that reach over its edge."""
     flags = _ask_hdf5("H5Pget_chunk_opts", ctypes.c_uint, plist)
     return bool(flags & _DONT_FILTER_PARTIAL_CHUNKS)
 
@@ -271,10 +271,10 @@ def indexed(dataset: Opened) -> Indexed:
 
 
 def require_fill(dataset: Opened, itemsize: int, where: str) -> None:
-    """Reject a fill value of another size: HDF5 would fill with the memory after it.
+    """Reject a fill value of another size than an element: HDF5 would read memory beyond it.
 
-    HDF5 only gives its size in its encoding of all properties: after this property's name come two
-    bytes, then the size in eight (H5P__dcrt_fill_value_enc of H5Pdcpl.c).
+    HDF5 reveals the size only in its encoding of all properties: two bytes follow the name of this
+    property, then the size in eight (H5P__dcrt_fill_value_enc of H5Pdcpl.c).
     """
     if not itemsize or not _has_fill_value(dataset.plist):
         return
@@ -294,7 +294,7 @@ def fill_value(
     *,
     whenever: bool = False,
 ) -> NDArray[Any]:
-    """Return HDF5's value for elements never written: zero unless it may use a fill value.
+    """Return HDF5's value for elements never written: the fill value if it is used, else zero.
 
     `whenever` ignores the fill time, which does not matter to virtual datasets.
     """
@@ -344,15 +344,15 @@ def dimension_names(
 ) -> DimensionNames:
     """Return the names of each dimension of a dataset; most have one, or none.
 
-    A scale has two if h5py's `make_scale` got another name than that of its dataset. Attributes are
+    A scale has two if h5py's `make_scale` got a name that is not its dataset's. Attributes are
     checked before they are read: HDF5's own functions for scales (H5DS) trust the types in a file.
-    `known` caches names of the file's scales by address: HDF5 searches the file for a scale's path.
+    `known` caches the names of scales by address: HDF5 searches the whole file for a scale's path.
     """
     rank = int(dataset.rank)
     if not h5py.h5a.get_num_attrs(dataset):
         return ((),) * rank
     if _text(_attribute(dataset, "CLASS", ())) == "DIMENSION_SCALE":
-        # A coordinate variable, which is its own first dimension.
+        # A coordinate variable: it is the scale of its own first dimension.
         return (_scale_names(dataset, known), *((),) * (rank - 1))[:rank]
     scales = _attribute(dataset, "DIMENSION_LIST", (rank,), of_references=True)
     labels = _attribute(dataset, "DIMENSION_LABELS", (rank,))
@@ -373,7 +373,7 @@ def _attribute(
     *,
     of_references: bool = False,
 ) -> Any:
-    """Return the value of an attribute; None if it is not as expected."""
+    """Return the value of an attribute; None if it is missing, or not as expected."""
     if not h5py.h5a.exists(dataset, name.encode()):
         return None
     found = h5py.h5a.open(dataset, name.encode())
@@ -426,13 +426,11 @@ def numbered_axis(axis: int | str, names: DimensionNames, rank: int, where: str)
     if found:
         raise DatasetError(
             f'{where}: its dimensions {found[0]} and {found[1]} both have the name "{axis}"; give'
-            " the number of the one that is meant"
+            " a number instead"
         )
     if not any(names):
         hint = (
-            " (readers of netCDF make names such as phony_dim_0 up)"
-            if axis.startswith(_PHONY)
-            else ""
+            " (netCDF readers make up names such as phony_dim_0)" if axis.startswith(_PHONY) else ""
         )
         raise DatasetError(
             f'{where}: there is no dimension "{axis}", because its {rank} dimensions have no'
@@ -471,8 +469,8 @@ def _cf_attribute(dataset: h5py.h5d.DatasetID, name: str, where: str) -> CfAttri
     nbytes = found.get_storage_size() if count else 0  # (h5py fails for 0)
     if count > _MOST_VALUES or nbytes > _MOST_NBYTES:
         raise DatasetError(
-            f"{where}: its attribute {name} has {count:,} values of {nbytes:,} bytes, and"
-            f" {_MOST_VALUES} of {_MOST_NBYTES:,} bytes are the most that decode_cf takes"
+            f"{where}: its attribute {name} has {count:,} values in {nbytes:,} bytes; decode_cf"
+            f" accepts at most {_MOST_VALUES} in {_MOST_NBYTES:,} bytes"
         )
     value = h5py.Dataset(dataset).attrs[name]
     if isinstance(value, h5py.Empty):

@@ -1,8 +1,8 @@
 """Gets the layouts of a reader's files from saved indices while these are valid, or by indexing.
 
-Layouts that were read are stored for later readers: in the user's cache folder, or in a given file.
-If anything is wrong with an entry of the folder, the files are silently indexed again. An entry is
-for one reader: its files, in order, and its datasets.
+New layouts are stored for later readers: in the user's cache folder, or in a given file. If
+anything is wrong with an entry of the folder, the files are silently indexed again. An entry is for
+one combination of files, in order, and datasets.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 def open_cache(
     place: bool | Path, paths: Sequence[FileName], wanted: Sequence[Wanted], reach: Reach
 ) -> IndexCache | None:
-    """Return the cache for what a reader reads, or None.
+    """Return the index cache of a reader, or None.
 
-    `place` is True for the user's cache folder, False for none, or a folder, or the file itself.
+    `place` is True for the user's cache folder, False for no cache, a folder, or the file itself.
     ReadError if a given file is not a saved index of this user, or is damaged.
     """
     folder = cache_folder() if place is True else place
@@ -85,7 +85,7 @@ def clear_cache(folder: Path) -> tuple[int, int]:
 def _key(files: Sequence[str], wanted: Sequence[Wanted], reach: Reach) -> str:
     roots = [absolute_name(root) for root in reach.roots]
     versions = h5py.__version__, h5py.version.hdf5_version
-    core = load_core()  # what it cannot decode is stored as read through h5py
+    core = load_core()  # datasets that it cannot decode are stored as read through h5py
     undecoded = None if core is None else sorted(core.missing)
     parts = [files, wanted, roots, reach.missing_is_fill, versions, undecoded]
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
@@ -94,9 +94,9 @@ def _key(files: Sequence[str], wanted: Sequence[Wanted], reach: Reach) -> str:
 class IndexCache:
     """The layouts of the files of one reader, and where they are stored. Used by one thread.
 
-    `path` is that of the stored file, whose content `key` identifies; those of `files`, which are
-    indexed with `reach`, are absolute. The defects of an entry of a folder are not reported; those
-    of a file that the user has named are errors.
+    `path` is the stored file, whose content `key` identifies; `files` are the absolute names of the
+    files, which are indexed with `reach`. Defects of a folder's entry are not reported; those of a
+    file that the user has named are errors.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class IndexCache:
         self._new[number] = IndexedFile(self._files[number], dict(layouts), consulted)
 
     def save(self) -> None:
-        """Store the layouts, after all files were requested, if that is worth it.
+        """Store the layouts, after all files were requested, if it is worthwhile.
 
         They are not stored if any file was left out. ReadError if a given file cannot be written.
         """
@@ -164,7 +164,7 @@ class IndexCache:
                 raise self._error(f"cannot be written: {error.strerror or error}") from error
 
     def _write(self) -> None:
-        """Write all layouts, old and new, if the files still are as they were when indexed."""
+        """Write all layouts, old and new, unless a file has changed since it was indexed."""
         consulted = (file.consulted.files.items() for file in self._new.values())
         if not all(are_at(itertools.chain(*consulted))):
             return
@@ -181,7 +181,7 @@ class IndexCache:
         with suppressing(OSError, SavedIndexError):
             if not _is_ours(self._path.parent):
                 return None
-            # (Files are replaced there, and never written to: so they can be mapped.)
+            # (Entries are replaced, and never written to: so they can be mapped.)
             index = SavedIndex(self._path, self._reach, (os.geteuid(),))
             if index.key != self._key or index.paths != self._files:
                 return None
@@ -200,10 +200,10 @@ class IndexCache:
         except OSError as error:
             raise self._error(f"cannot be read: {error.strerror or error}") from error
         if index.paths != self._files or not index.key:
-            what = "was written by h5async index" if not index.key else "is of other files"
+            what = "was written by h5async index" if not index.key else "belongs to other files"
             raise self._error(
-                f"{what}, and would be overwritten; name another file, or, to read its files,"
-                f" {named('hdf5_path', str(self._path))}"
+                f"{what}, and would be overwritten; name another file, or, to read the indexed"
+                f" files, use {named('hdf5_path', str(self._path))}"
             )
         return index if index.key == self._key else None
 
@@ -216,11 +216,11 @@ class IndexCache:
 
 
 def _entries(folder: Path) -> list[tuple[int, int, str]]:
-    """Return the entries of a folder: when each was used last, its bytes, and its path."""
+    """Return the entries of a folder: the time of last use, size, and path of each."""
     found = []
     with suppressing(FileNotFoundError):
         for entry in os.scandir(folder):
-            # In a folder that the user has named, other files are the user's.
+            # (A folder that the user has named may hold other files.)
             if re.fullmatch(_NAME, entry.name) and entry.is_file(follow_symlinks=False):
                 with suppressing(FileNotFoundError):  # another process may remove it, too
                     status = entry.stat(follow_symlinks=False)
@@ -257,13 +257,13 @@ def known_of_files(
     cache: bool | Path,
     indices: Mapping[FileName, NamedIndex],
 ) -> Iterator[dict[str, DatasetLayout]]:
-    """Yield the facts wanted of each file, by name, in the order of the files.
+    """Yield the wanted facts of each file, by name, in the order of the files.
 
-    `paths` are HDF5 files, and saved indices (``.h5idx``), open as `indices`, each of which
-    represents its files. `read` reads facts that no index has: some names, of one file; none if it
-    is left out. `cache` is where to store layouts; see `open_cache`.
+    `paths` are HDF5 files and saved indices (``.h5idx``); the latter, open in `indices`, stand for
+    their files. `read` reads facts of one file that no index has, by name; it returns none for a
+    file that is left out. `cache` is where to store layouts; see `open_cache`.
 
-    H5AsyncError as `read`; `ReadError` if a saved index cannot be used.
+    Raises the errors of `read`, and `ReadError` if a saved index cannot be used.
     """
     plain = [path for path in paths if not is_index(path)]
     kept = open_cache(cache, plain, list(wanted.values()), reach) if plain else None
@@ -293,7 +293,7 @@ def _known_of_index(
     read: _Read,
     reach: Reach,
 ) -> Iterator[dict[str, DatasetLayout]]:
-    """Yield the facts in a saved index; others are read from its files."""
+    """Yield the wanted facts of each file of a saved index; missing ones are read from the file."""
     several = list(wanted.values())
     for number, name in enumerate(index.paths):
         known = index.find(number, several)

@@ -1,9 +1,9 @@
 """Defines `DatasetLayout`: where the bytes of a dataset lie and how they are encoded.
 
-Plain data, without h5py. A layout says where the bytes lie in one file, or it has one flat table:
-`segments` say which rows of which of its `datasets` hold its samples. So several files are one
-dataset, a virtual dataset consists of its sources, and one member of a compound type is a piece of
-its rows. The table is what the core reads, and what a saved index holds.
+Plain data, without h5py. A layout says where the bytes lie in one file, or it has one flat table,
+whose `segments` map samples to rows of its `datasets`. In this way several files form one dataset,
+a virtual dataset consists of its sources, and one member of a compound type is a piece of its rows.
+The core reads this table, and a saved index holds it.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Indexed(NamedTuple):
 class SequenceLengths(NamedTuple):
     """The lengths of the sequences of a dataset: int64 (n,)."""
 
-    room: Int64s  # the samples reserved per sequence for all fields,
-    held: Int64s  # and those of this field
+    room: Int64s  # samples per sequence that are reserved in all fields,
+    held: Int64s  # and those that this field has
 
 
 class HeapFile(NamedTuple):
-    """Variable-length elements of one file, as it was indexed."""
+    """Variable-length elements of one file, as indexed."""
 
     file: str
     stamp: FileStamp
@@ -62,10 +62,10 @@ class HeapFile(NamedTuple):
 
 
 class Text(NamedTuple):
-    """Bytes of an element that are a string that HDF5 converts while reading.
+    """A string in an element, which HDF5 converts while reading.
 
-    If it `is_padded` by spaces, HDF5 replaces these by NULs. Otherwise a NUL ends it, and HDF5
-    replaces everything after that by NULs.
+    If it `is_padded` with spaces, HDF5 replaces these with NULs. Otherwise a NUL ends it, and HDF5
+    replaces everything after that with NULs.
     """
 
     offset: int
@@ -77,8 +77,8 @@ class Crop(NamedTuple):
     """The part of each row that is delivered, at a place that may differ between samples.
 
     `axes` are the dimensions of a row that are cut or reversed, and `sizes` the elements along
-    each. If it `is_drawn`, the place is random, else in the middle; `flips` says which dimensions
-    are reversed at random. Fields of one `group` have the same places.
+    each. If it `is_drawn`, the place is random, else in the middle; `flips` says which of the
+    dimensions are reversed at random. Fields of one `group` have the same places.
     """
 
     axes: tuple[int, ...]
@@ -109,7 +109,7 @@ class DatasetLayout:
     file, path
         The HDF5 file and the dataset's path in it.
     stamp
-        Of the file when it was indexed.
+        The stamp of the file when it was indexed.
     shape
         The dataset's dimensions, then those of an array dtype.
     dtype
@@ -130,8 +130,8 @@ class DatasetLayout:
     values
         Compact: the values themselves, of `shape`.
     segments, datasets
-        Which rows of which other datasets hold the samples; then nothing else here says where
-        bytes lie. None, and no datasets: the dataset holds its own.
+        The rows of other datasets that hold the samples; then no other attribute says where bytes
+        lie. None, and no datasets, if the dataset holds its own samples.
     sources
         Virtual: the datasets that are mapped.
     member
@@ -139,12 +139,12 @@ class DatasetLayout:
     stored_itemsize, extra_dims, has_raw_edges
         For checking chunks that h5py reads: bytes of an element as stored (0 if unknown), the
         number of last dimensions that belong to an array type, and whether chunks that reach over
-        the dataset's edge are not filtered.
+        the dataset's edge are stored unfiltered.
     attached
         External, read by h5py: the real paths of the files that hold the values, and their stamps.
     indexed
-        Identifies the dataset after its file changed; None if the file is not HDF5, and holds
-        values only.
+        Identifies the dataset after its file has changed; None for a file of values that is not
+        HDF5.
     file_samples
         Several files: the name and the number of samples of each, in order.
     text
@@ -153,26 +153,26 @@ class DatasetLayout:
         Variable-length elements: where their values lie, by file. `lengths` has their lengths, and
         the rows of the layout are values.
     spans
-        Of values of a ragged field: int64 (samples + 1,): the rows of each sample.
+        Values of a ragged field: int64 (samples + 1,), the bounds of each sample's rows.
     unused_rows
-        Several files or groups: the number of rows that are in no sample of a ragged field.
+        Several files or groups: the number of rows that belong to no sample of a ragged field.
     lengths
-        The same for variable-length elements: uint32 (samples,), the number of values per sample.
+        Variable-length elements: uint32 (samples,), the number of values per sample.
     limit
-        Of indices of sparse rows, native ones of 4 or 8 bytes: an upper bound that the core checks
-        while reading. None means that they are checked before delivery.
+        Indices of sparse rows (native, of 4 or 8 bytes): an upper bound that the core checks while
+        reading. None means that they are checked before delivery.
     is_shared
         Whether several samples consist of the same rows.
     sequences
-        Datasets of several groups, or samples that two dimensions count: their sequences.
+        Datasets of several groups, or samples counted by two dimensions: the sequences.
     crop
         The part of each row that is delivered; None for the whole row. The other attributes are
         those of whole rows.
     dim_names
         The names of each dimension: none, one, or several; empty if not requested.
     cf
-        How values are packed, by ranges of samples: the first sample, and the attributes that hold
-        from there on. Empty if not requested.
+        How values are packed, by ranges of samples: the first sample, and the attributes that
+        apply from there on. Empty if not requested.
     """
 
     file: str
@@ -234,7 +234,7 @@ class DatasetLayout:
 
     @property
     def sample_count(self) -> int:
-        """The samples of its field: `num_samples`, unless each sample is several rows."""
+        """The number of samples of its field: `num_samples`, unless samples are runs of rows."""
         if self.lengths is not None:
             return self.lengths.size
         return self.num_samples if self.spans is None else self.spans.size - 1
@@ -247,7 +247,7 @@ class DatasetLayout:
     def starts(self) -> Int64s:
         """Return the first row of each sample, and the end of the last: int64 (samples + 1,).
 
-        Those of variable-length elements are computed, and take memory while they are held.
+        For variable-length elements they are computed on each call, in new memory.
         """
         if self.spans is not None:
             return self.spans
@@ -282,7 +282,7 @@ class DatasetLayout:
 
     @cached_property
     def raw_dtype(self) -> np.dtype[Any]:
-        """The dtype of rows as read: a bool is a byte, which may be any but 0 for True."""
+        """The dtype of rows as read: a bool is a byte, and any byte but 0 is True."""
         return np.dtype(np.uint8) if self.dtype.kind == "b" else self.dtype
 
     @property
@@ -315,9 +315,9 @@ class DatasetLayout:
     def piece_shape(self) -> tuple[int, ...]:
         """Dimensions of a unit of reading: a chunk.
 
-        For a contiguous dataset: all samples, and a slice of the rows' longest dimension, or of
-        their first one if the bytes of a row lie together. Else the bytes of one sample are spread
-        over that whole slice, so it is best read once for all.
+        For a contiguous dataset: all samples, and a slice of the rows' first dimension if the bytes
+        of a row lie together, else of their longest one. In the latter case, the bytes of each
+        sample are spread over the whole slice, so it is best read once for all samples.
         """
         if self.chunk_shape:
             return self.chunk_shape
@@ -348,7 +348,7 @@ class DatasetLayout:
 
     @cached_property
     def has_gaps(self) -> bool:
-        """Whether some samples, or pieces of them, lie in no dataset: those have the fill value."""
+        """Whether some samples, or pieces of them, lie in no dataset, and have the fill value."""
         if self.segments is None:
             return False
         sizes = [math.prod(extents_of(one.region, self.row_shape)) for one in self.segments.pieces]
@@ -364,12 +364,12 @@ class DatasetLayout:
 
     @property
     def hdf5_filters(self) -> tuple[Filter, ...]:
-        """The filters that the file names: without a conversion of stored elements."""
+        """The filters that the file declares: without a conversion of stored elements."""
         return tuple(entry for entry in self.filters if entry.number >= 0)
 
     def through_h5py(self, reason: str) -> DatasetLayout:
         """Return the layout of the same dataset, read by h5py."""
-        is_cut = self.storage == "contiguous"  # into units to convert
+        is_cut = self.storage == "contiguous"  # into units, for conversion
         return self.changed(
             fallback_reason=reason,
             offset=-1,
@@ -382,14 +382,14 @@ class DatasetLayout:
         )
 
     def without_place(self, storage: Storage, **changes: Any) -> DatasetLayout:
-        """Return a copy that says nothing of where values lie, with other values of some members.
+        """Return a copy with some `changes`, without the attributes that say where values lie.
 
-        Other layouts, or `changes`, say where its values lie.
+        Other layouts, or `changes`, say that instead.
         """
         return self.changed(**{**_NO_PLACE, "storage": storage, **changes})
 
     def leaves(self) -> Iterator[DatasetLayout]:
-        """Yield the layouts that say where bytes lie: itself, or its datasets."""
+        """Yield the layouts that say where bytes lie: this one, or its datasets."""
         return iter((self,) if self.segments is None else self.datasets)
 
     def origins(self) -> Iterator[DatasetLayout]:
@@ -400,7 +400,7 @@ class DatasetLayout:
             yield from source.origins()
 
     def with_one_sample(self) -> DatasetLayout:
-        """Return the same bytes with a first dimension of 1: as one sample."""
+        """Return the same bytes as one sample: with a first dimension of 1."""
         assert self.segments is None
         return self.changed(
             shape=(1, *self.shape),
@@ -436,7 +436,7 @@ def needed_nbytes(
 
 
 def values_of(fact: DatasetLayout) -> NDArray[Any]:
-    """Return the values of a fact; DatasetError if a saved index says that there are none."""
+    """Return the values of a fact; DatasetError if a saved index lacks them."""
     if fact.values is None:
         raise DatasetError(
             f'{fact.file}: the saved index has no values of "{fact.path}"; make it again'

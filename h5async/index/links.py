@@ -3,10 +3,10 @@
 Links are followed one by one, before HDF5 sees them: it would open any file that a link, a virtual
 dataset or external storage names. A file is permitted if it lies in the directory of the referring
 file, or below; any other must lie below a root given by the caller. Symbolic links are resolved
-first. The same holds for the sources of another store, and what lies beside them there. What was
-used is recorded: layouts hold as long as none of it changes.
+first. The same rules apply to sources in another store and the sources beside them. All that was
+used is recorded: layouts stay valid as long as none of it changes.
 
-A file of a few bytes may declare any number of samples, columns or names. Memory per such item is
+A file of a few bytes may declare any number of samples, columns or names. The memory for these is
 counted (`Room`) before it is allocated.
 """
 
@@ -39,27 +39,27 @@ from h5async.system.resources import free_memory
 _MAX_LINKS = 32  # per path; HDF5 stops at 16
 MEMORY_SHARE = 0.5  # of free memory, if no limit is given
 _LEAST_NBYTES = 64 << 20  # always allowed
-_TIMES_STORED = 64  # fields of one byte a sample, well compressed, and all tables that samples need
+_TIMES_STORED = 64  # enough for well-compressed fields of one byte per sample, and their tables
 
 
 class MissingError(DatasetError):
     """A link leads to a file that does not exist."""
 
 
-_METADATA_NBYTES = 256 * 1024  # cached by HDF5 while a file is indexed
+_METADATA_NBYTES = 256 * 1024  # of HDF5's metadata cache while a file is indexed
 
 
 class Consulted:
     """The dependencies of layouts. Used by one thread.
 
-    If it `is_stable`, later changes can be detected: facts from HDF5 about a file that this process
-    has open for writing may not be in the file yet.
+    If it `is_stable`, later changes can be detected. It is not if this process has a file open for
+    writing: HDF5's facts may not be in the file yet.
     """
 
     def __init__(self) -> None:
-        self.files: dict[str, FileStamp] = {}  # at paths as used
-        self.absent: set[str] = set()  # paths at which nothing was found
-        self.variables: dict[str, str] = {}  # of the environment that were read
+        self.files: dict[str, FileStamp] = {}  # by the path as used
+        self.absent: set[str] = set()  # paths where nothing was found
+        self.variables: dict[str, str] = {}  # environment variables that were read
         self.folder: str | None = None  # the current directory, if a name was relative to it
         self.is_stable = True
 
@@ -70,7 +70,7 @@ class Consulted:
             self.is_stable = False
 
     def missed(self, path: FileName) -> None:
-        """Record that there was nothing at a path."""
+        """Record that nothing was found at a path."""
         self.absent.add(self._name(path))
 
     def asked(self, variable: str) -> None:
@@ -95,9 +95,9 @@ class _NotRecorded(Consulted):
 
 
 class Room:
-    """The memory for sizes that files declare, while a reader opens them.
+    """Limits the memory for sizes that files declare, while a reader opens them.
 
-    The option `max_batch_bytes` is always allowed.
+    `max_batch_bytes` bytes, a reader's option, are always allowed.
     """
 
     def __init__(self, max_batch_bytes: int | None = None) -> None:
@@ -109,7 +109,7 @@ class Room:
         """Count memory that is about to be allocated; BudgetError if it exceeds the limit.
 
         `what` begins the message: ``'a.h5: dataset "x" of shape (4,): its values'``. `files` are
-        name and stamp of those that hold the dataset, from `files_of`.
+        the names and stamps of the files that hold the dataset, from `files_of`.
         """
         wanted = self._taken + nbytes
         if wanted > self._least:
@@ -118,18 +118,18 @@ class Room:
             free = int(MEMORY_SHARE * free_memory()[0].nbytes)
             limit = max(self._least, min(_TIMES_STORED * stored, free))
             if wanted > limit:
-                before = f", after {self._taken:,} for others" if self._taken else ""
+                before = f" besides {self._taken:,} for others" if self._taken else ""
                 raise BudgetError(
-                    f"{what} take {nbytes:,} bytes{before}, more than the {limit:,} that may be"
-                    f" taken for files of {stored:,} bytes, with {free:,} bytes of memory to use;"
-                    f" store fewer, or set {named('max_batch_bytes')} to {wanted} if you trust the"
+                    f"{what} need {nbytes:,} bytes{before}, more than the limit of {limit:,} for"
+                    f" files of {stored:,} bytes and {free:,} bytes of usable memory; store fewer,"
+                    f" or set {named('max_batch_bytes')} to {wanted} if you trust the"
                     " file"
                 )
         self._taken = wanted
 
 
 def files_of(*layouts: DatasetLayout) -> Iterator[tuple[str, FileStamp]]:
-    """Yield name and stamp of all files that hold some datasets."""
+    """Yield name and stamp of each file that holds any of some datasets."""
     for layout in layouts:
         yield layout.file, layout.stamp
         yield from layout.attached
@@ -147,8 +147,8 @@ class Reach:
 
     `roots` are directories (or files) that may be read, wherever the file lies. Missing sources of
     a virtual dataset are an error, unless `missing_is_fill`. `room` limits the memory for declared
-    sizes; `consulted` records which files were used; `named` adds the options of clients to names;
-    `alike` keeps what others are like, also in other files; None: datasets of one file only.
+    sizes; `consulted` records which files were used; `named` adds client options to names; `alike`
+    recognizes datasets and files like earlier ones; None: only datasets within a file.
     """
 
     roots: tuple[FileName, ...] = ()
@@ -162,14 +162,14 @@ class Reach:
     def find(self, name: str, holder: str, variable: str, where: str) -> FileName | None:
         """Return the file that `holder` refers to as `name`, or None if there is none.
 
-        Looks where HDF5 looks first: below the directories of the environment variable `variable`,
+        Looks where HDF5 looks first: below the directories in the environment variable `variable`,
         then beside `holder`: by the path that was opened and, if that is a symbolic link, by its
         target. An absolute name that does not exist is looked up beside `holder`. HDF5 would then
-        look in the current directory, on which nobody should rely. A source of another store may
-        only refer to sources: a name is a path beside it, or a URL.
+        look in the current directory, on which nobody should rely. A source in another store may
+        only refer to other sources: a name is a path beside it, or a URL.
 
-        UnsafeFileError if it lies elsewhere, or its name is not valid; ReadError if it is not a
-        regular file.
+        UnsafeFileError if the file lies elsewhere, or its name is not valid; ReadError if it is not
+        a regular file.
         """
         if not name or "\0" in name:
             raise UnsafeFileError(f"{where} refers to a file with the name {name!r}")
@@ -220,7 +220,7 @@ class Reach:
         return self.named(target)
 
     def is_below_root(self, target: str) -> bool:
-        """Tell whether a far source is one of the roots, or below one."""
+        """Return whether a far source is one of the roots, or below one."""
         roots = [root.rstrip("/") for root in self.roots if isinstance(root, str)]
         return any(target == root or target.startswith(f"{root}/") for root in roots)
 
@@ -245,9 +245,9 @@ class Reach:
 
 
 def beside(holder: str, name: str, where: str) -> str:
-    """Return the name of the source that a far source refers to as `name`; it may be anywhere.
+    """Return the full name of the source that a far source refers to as `name`, wherever it is.
 
-    UnsafeFileError if there is no such name.
+    UnsafeFileError if `name` is not valid.
     """
     url = name if scheme_of(name) else ""
     if not url:
@@ -258,12 +258,12 @@ def beside(holder: str, name: str, where: str) -> str:
         url = f"{root}://{host}/{quote(path) if root.lower() in WEB else path}"
     is_plain = scheme_of(url) not in WEB or "?" not in url
     if ".." in url.split("/") or not is_plain or (name == url and "%" in url):
-        raise UnsafeFileError(f"{where} refers to {name!r}, which leads nowhere")
+        raise UnsafeFileError(f"{where} refers to {name!r}, which is not a valid name")
     return url
 
 
 def require_same_store(holder: str, name: str, where: str) -> None:
-    """Raise UnsafeFileError if a local file refers to a source of another store, or it to one."""
+    """Raise UnsafeFileError if a local file refers to a source of another store, or vice versa."""
     if store_of(holder) is not store_of(name):
         raise UnsafeFileError(
             f"{where} refers to {name!r}, which lies in another store; files may only refer to"
@@ -291,8 +291,8 @@ class Located(NamedTuple):
         return h5py.h5o.open(self.group, self.name)
 
 
-# The last group of a file in which an object was found, reached by hard links only, by the names on
-# the way: the next object is often there, too.
+# The group of a file that held the last object, by the names that lead to it, if only through hard
+# links: the next object is often in the same group.
 LastGroup = dict[tuple[str, ...], h5py.h5g.GroupID]
 
 
@@ -305,13 +305,13 @@ def locate(
 ) -> Located:
     """Follow a path through groups and links, from an open file.
 
-    `reach` says which files external links may lead to. `files` closes the files opened on the way
-    later. `last` keeps the group for the next path of the same file. A path ``other.h5::path``
-    leads to another file, unless there is an object of that name.
+    `reach` says which files external links may lead to. Files opened on the way are added to
+    `files`, which closes them. `last` keeps the group for the next path in the same file. A path
+    ``other.h5::path`` leads to another file, unless there is an object of that name.
 
-    KeyError if there is nothing of that name; UnsafeFileError if an external link leads to a file
-    that is not permitted; MissingError if it does not exist; DatasetError for too many links;
-    ReadError if a linked file cannot be opened.
+    KeyError if there is no such object; UnsafeFileError if an external link leads to a file that is
+    not permitted; MissingError if it does not exist; DatasetError for too many links; ReadError if
+    a linked file cannot be opened.
     """
     other, mark, rest = path.rpartition("::")
     if mark and not file.id.links.exists(name_bytes(components(path)[0])):
@@ -327,7 +327,7 @@ def locate(
     at, links = b".", 0
     while todo:
         name = todo.pop(0)
-        at = name_bytes(name)  # h5py takes no other name that is not UTF-8
+        at = name_bytes(name)  # bytes: h5py takes no `str` for names that are not UTF-8
         kind = _link_type(group, at)
         if kind == h5py.h5l.TYPE_HARD:
             done.append(name)
@@ -384,7 +384,7 @@ def _other_file(
 
 
 def below(parent: str, path: str) -> str:
-    """Return the path of what lies at `path` below a group, maybe in another file."""
+    """Return the full path of `path` below the group `parent`, maybe in another file."""
     file, mark, rest = path.rpartition("::")
     return f"{file}{mark}{parent}/{rest}" if parent else path
 
@@ -404,7 +404,7 @@ def components(path: str) -> list[str]:
 def open_index(path: FileName) -> HDF5File:
     """Open a file like `open_hdf5`, to read its metadata once.
 
-    HDF5 would cache up to 32 MB of them, though they are not read again.
+    HDF5 would cache up to 32 MB of metadata, though none are read again.
     """
     return open_hdf5(path, _METADATA_NBYTES)
 
@@ -419,8 +419,8 @@ def metadata_cache(file: h5py.File, nbytes: int) -> Iterator[None]:
     file.id.set_mdc_config(cache)
     try:
         yield
-    finally:  # the caller may have the file open too, and share its settings
-        if file:  # else it was closed first: a signal handler raised as the context began
+    finally:  # the caller may also have the file open, and shares these settings
+        if file:  # else it was closed first, because a signal handler raised as the context began
             file.id.set_mdc_config(before)
 
 

@@ -1,6 +1,6 @@
 """Reads the layouts of a file's datasets: where their bytes lie, or why only h5py may read them.
 
-Metadata are read once; the file is open only meanwhile.
+The metadata are read once, and the file is open only while they are.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ from h5async.io.hdf5files import HDF5File
 from h5async.io.stores import store_of
 from h5async.system.interruptions import passing, suppressing
 
-# Per sequence along a dimension: its bounds, or an object.
+# Memory per sequence along a dimension: of its bounds, or of an object.
 _RUN_NBYTES, _PART_NBYTES = 32, 1024
 _STRING_NBYTES = 64  # per variable-length string, as an object, and from HDF5
 NumDim = int | str | tuple[int | str, int | str]
-_COLUMN = re.compile(r"\[:, ?(-?\d{1,9})\]$")  # behind a path
+_COLUMN = re.compile(r"\[:, ?(-?\d{1,9})\]$")  # after a path
 
 
 def read_layouts(
@@ -84,9 +84,9 @@ def read_layouts(
     codes, as AnnData wrote them before 0.8, raise `OtherKindError` unless they `may_be_codes`.
 
     ReadError if the file cannot be opened, or a chunk table points outside it; DatasetError if a
-    dataset is missing, is a group, or has no samples dimension or fixed-size dtype, or its
-    ``num_dim`` is not the name of one dimension; ConfigError if it is the number of none;
-    UnsafeFileError if a dataset lies in files that `reach` does not permit.
+    dataset is missing, is a group, or has no samples dimension or fixed-size dtype, or if
+    ``num_dim`` is not the name of exactly one dimension; ConfigError if it is a number out of
+    range; UnsafeFileError if a dataset lies in files that `reach` does not permit.
     """
     wanted = {
         name: Further(field.names_axes, field.decode_cf, may_be_codes=may_be_codes)
@@ -103,7 +103,7 @@ def read_layouts(
     def read_alone(file: HDF5File) -> dict[str, DatasetLayout]:
         consulted = Consulted()
         found = read(file, replace(reach, consulted=consulted))
-        return {} if consulted.variables else found  # it has looked for other files
+        return {} if consulted.variables else found  # other files were searched for
 
     if reach.alike is not None and grouping is None and store_of(path).is_local:
         key = tuple((n, field.path, field.num_dim, wanted[n]) for n, field in fields.items())
@@ -125,7 +125,7 @@ def read_layouts(
 
 
 class Further(NamedTuple):
-    """What to read of a dataset beside its layout: names of dimensions, and how it is packed (CF).
+    """What else to read of a dataset: names of dimensions, and how values are packed (CF).
 
     If it `is_lenient`, unreadable facts count as absent. Unless it `may_be_codes`, codes of
     categories raise `OtherKindError`; see `read_layouts`.
@@ -149,11 +149,11 @@ def list_layouts(
     with_attributes: bool = False,
     grouping: Grouping | None = None,
 ) -> Iterator[tuple[str, DatasetLayout | H5AsyncError]]:
-    """Yield each dataset of a file, as it is found, with its layout or why it has none.
+    """Yield each dataset of a file, as it is found, with its layout or an error.
 
     They come group by group, in the order of names; dimension `num_dim` counts their samples. Those
     whose paths are not `wanted` are not opened. With attributes, layouts have the names of
-    dimensions and how values are packed. With a `grouping`: the datasets of its groups, joined.
+    dimensions and how values are packed. A `grouping` yields the datasets of its groups, joined.
     """
     attributes = Further(with_attributes, with_attributes, is_lenient=True)
     with passing(), open_index(path) as file, metadata_cache(file, LISTING_NBYTES):
@@ -213,7 +213,7 @@ def _datasets(
 def _may_be_dataset(file: HDF5File, path: str, reach: Reach) -> bool:
     """Return whether a name leads to a dataset, or to an object that cannot be opened."""
     with contextlib.ExitStack() as files:
-        with suppressing(Exception):  # a damaged object may raise anything; the listing says what
+        with suppressing(Exception):  # a damaged object may raise anything; the listing shows it
             found = locate(file, path, reach, files)
             return isinstance(found.open(), h5py.h5d.DatasetID)
         return True
@@ -222,13 +222,13 @@ def _may_be_dataset(file: HDF5File, path: str, reach: Reach) -> bool:
 def value_layout(
     path: FileName, name: str, most: int, reach: Reach = BESIDE
 ) -> DatasetLayout | NDArray[Any]:
-    """Find where a small dataset lies that is read whole: a mask, or a number per sample.
+    """Return the layout of a small dataset that is read whole: a mask, or a number per sample.
 
     `name` may end with a column, as in ``"lengths[:, 0]"``; negative numbers count from the end.
-    `most` is the maximum number of values: a file is not trusted with all memory. Strings of
-    variable length, which have no layout, are returned as (n,) bytes objects.
+    `most` is the maximum number of values: a file must not exhaust the memory. Variable-length
+    strings, which have no layout, are returned as (n,) bytes objects.
 
-    DatasetError if it is missing, does not have one value per sample, or holds too much; ReadError
+    DatasetError if it is missing, does not have one value per sample, or has too many; ReadError
     and UnsafeFileError as in `read_layouts`.
     """
     where, number = f'{path}: dataset "{name}"', None
@@ -244,12 +244,12 @@ def value_layout(
                 raise DatasetError(
                     f"{where}: there is no such column, because it has shape {node.shape}"
                 )
-            number %= node.shape[1]  # those below zero count from the end
+            number %= node.shape[1]  # negative numbers count from the end
         elif math.prod(node.shape[1:]) != 1:
             hint = f'; name one of its columns, as in "{name}[:, 0]"' if node.ndim == 2 else ""
             raise DatasetError(f"{where} must have one dimension, and has shape {node.shape}{hint}")
         if (node.size if number is None else node.shape[0]) > most:
-            raise DatasetError(f"{where} holds {node.size:,} values, for {most:,} at most")
+            raise DatasetError(f"{where} holds {node.size:,} values; at most {most:,} are possible")
         stored = opened.get_type()
         if not (isinstance(stored, h5py.h5t.TypeStringID) and stored.is_variable_str()):
             layout = indexer.layout(found.path, opened, found.rest, 0)
@@ -277,7 +277,7 @@ def _column_of(layout: DatasetLayout, number: int) -> DatasetLayout:
 def layout_at(
     indexer: Indexer, path: str, num_dim: NumDim, wanted: Further = NOTHING_FURTHER
 ) -> DatasetLayout:
-    """Read the layout of the object at a path, in the file of an indexer or another."""
+    """Read the layout of the dataset at a path, in the indexer's file or another."""
     if isinstance(num_dim, tuple):
         return _layout_of_two(indexer, path, num_dim, wanted)
     with contextlib.ExitStack() as files:
@@ -299,7 +299,7 @@ def layout_at(
 
 
 def _has_categories(found: Located, node: h5py.h5d.DatasetID) -> bool:
-    with suppressing(Exception):  # damaged metadata may raise anything, and are of no interest
+    with suppressing(Exception):  # damaged metadata may raise anything; that is no matter here
         return older_categories(found, node) is not None
     return False
 
@@ -332,8 +332,8 @@ def _layout_of_two(
     axes = by_sequence.sample_axis, by_step.sample_axis
     if axes[0] == axes[1]:
         raise ConfigError(
-            f'{indexer.file.filename}: dataset "{path}": num_dim names one dimension twice, found'
-            f" {num_dim}"
+            f'{indexer.file.filename}: dataset "{path}": num_dim names the same dimension'
+            f" twice: {num_dim}"
         )
     are_one_run = axes == (0, 1) and is_one_run(by_sequence)
     nbytes = (_RUN_NBYTES if are_one_run else _PART_NBYTES) * by_sequence.num_samples
@@ -351,7 +351,7 @@ def _dataset_at(
     files: contextlib.ExitStack,
     last_group: LastGroup | None = None,
 ) -> tuple[Located, h5py.h5d.DatasetID]:
-    """Open the dataset at a path, in this file or another, which `files` closes."""
+    """Open the dataset at a path, in this file or another, which `files` will close."""
     try:
         found = locate(file, path, reach, files, last_group)
         node = found.open()
@@ -364,7 +364,7 @@ def _dataset_at(
         missing = missing or "doesn't exist" in str(error)
         detail = "" if missing else f" that can be opened ({error})"
         if missing and "@" in path:
-            detail = '; if it is an attribute, give the field per="file", say'
+            detail = '; if it is an attribute, give the field per="file", for example'
         raise DatasetError(
             f'{file.filename}: there is no dataset "{path}"{detail};'
             f" {what_is_there(file, reach, path)}"
@@ -375,7 +375,7 @@ def _dataset_at(
         if is_group and shape_of_field(h5py.Group(node)) is not None:
             raise OtherKindError(
                 f'{file.filename}: "{path}" is a group that is read as one field, a sparse matrix'
-                " or a column of a table (categories come by themselves); give its path alone,"
+                " or a column of a table (its categories are read with it); give its path alone,"
                 " without options of other kinds"
             )
         raise OtherKindError(
@@ -386,18 +386,18 @@ def _dataset_at(
 
 
 def references(path: FileName, name: str, reach: Reach) -> tuple[DatasetLayout, Forms]:
-    """Return the layout of the references of a dataset of variable length, and their forms by file.
+    """Return the layout of the references of a variable-length dataset, and their forms by file.
 
-    The layout has shape (n,), and a void dtype of the bytes of a reference. The forms are those of
-    its own file, and of the files of the sources of a virtual dataset. Raises `DatasetError` if
-    it is no such dataset with one dimension, and the errors of `read_layouts`.
+    The layout has shape (n,), and a void dtype of the size of a reference. The forms are those of
+    its own file, and of the source files of a virtual dataset. Raises `DatasetError` unless it is a
+    variable-length dataset with one dimension, and the errors of `read_layouts`.
     """
     where = f'{path}: dataset "{name}"'
     with open_index(path) as file, indexer_at(file, name, reach) as (indexer, found, node):
         try:
             if found.rest or variable_length(node) is None:
                 name = "a datatype that NumPy does not have"
-                with suppressing(Exception):  # h5py has no one type for what it cannot express
+                with suppressing(Exception):  # h5py raises any of several for unknown types
                     name = str(node.dtype)
                 is_bytes = name.startswith(("|S", "|V"))
                 more = ", or store each sample as h5py.vlen_dtype(np.uint8)" if is_bytes else ""
@@ -414,7 +414,7 @@ def references(path: FileName, name: str, reach: Reach) -> tuple[DatasetLayout, 
 
 
 def may_be_variable_length(file: HDF5File, name: str, reach: Reach) -> bool:
-    """Return whether a path of an open file leads to a dataset of a variable-length datatype."""
+    """Return whether a path in an open file leads to a dataset of a variable-length datatype."""
     try:
         with indexer_at(file, name, reach) as (_, found, node):
             return not found.rest and variable_length(node) is not None

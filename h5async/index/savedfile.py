@@ -2,9 +2,9 @@
 
 The file begins with a fixed head: a signature, the format number, the lengths of the header and of
 the file, and a checksum of everything before the arrays. The header has a checksum of the arrays.
-Numbers are little-endian. Also declares what the header says; `savedlayouts.py` has what the arrays
-mean. JSON may say anything: what is not as declared here is a `ValueError`, `TypeError`, `KeyError`
-or `IndexError`.
+Numbers are little-endian. The content of the header is declared here; `savedlayouts.py` defines the
+meaning of the arrays. The JSON is not trusted: anything that is not as declared raises a
+`ValueError`, `TypeError`, `KeyError` or `IndexError`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from h5async.io.source import FileStamp, open_regular, owned
 from h5async.io.stores import store_of
 from h5async.system.interruptions import suppressing
 
-# Changes with the content, and when the same file would be indexed differently: files with another
+# Change it with the content, and if the same file would be indexed differently: files with another
 # number are not read.
 FORMAT = 7
 _SIGNATURE = b"\x89h5async\r\n\x1a\n"
@@ -55,15 +55,15 @@ _ALIGNMENT = 64
 _PIECE_NBYTES = 1 << 22
 _LEFT_SECONDS = 3600  # after which an unfinished file is removed
 
-LARGEST = (1 << 62) - 1  # of bytes, chunks, samples, or a position
-_MOST_DIMENSIONS = 64  # of HDF5, 32, and those of array types
+LARGEST = (1 << 62) - 1  # number of bytes, chunks or samples, or position
+_MOST_DIMENSIONS = 64  # 32 of a dataspace, and those of array types
 _MOST_NESTED = 32  # compound types in compound types
 
 Arrays = Mapping[str, NDArray[Any]]
 
 
 class NotPortableError(Exception):
-    """Something has no form that another process could read."""
+    """Something cannot be saved in a form that another process could read."""
 
 
 class SavedIndexError(Exception):
@@ -73,7 +73,7 @@ class SavedIndexError(Exception):
 class SavedFile(NamedTuple):
     """The content of a saved index: its JSON header, and read-only arrays, mapped if permitted.
 
-    `forget` is called with an array, or a part of one, that will hardly be used again.
+    Call `forget` with an array, or a part of one, that is unlikely to be used again.
     """
 
     header: dict[str, Any]
@@ -89,14 +89,14 @@ def write_saved(
     mode: int,
     is_lasting: bool = True,
 ) -> None:
-    """Write a saved index atomically: a file at the path is replaced at once, or stays.
+    """Write a saved index atomically: an existing file is replaced at once, or stays.
 
     Arrays of one name have one dtype, and are concatenated. `mode` are the permissions of the file,
     before the umask of the process. If it `is_lasting`, this waits until the disk has it; otherwise
     a power failure may damage it.
 
-    OSError if it cannot be written: no partial file remains. NotPortableError if `to_json` makes no
-    JSON value of something.
+    OSError if it cannot be written: no partial file remains. NotPortableError if `to_json` cannot
+    convert a value.
     """
     blocks, places, begin = [], {}, 0
     for name, several in arrays.items():
@@ -181,7 +181,7 @@ def read_saved(path: FileName, *, owners: Sequence[int], may_map: bool) -> Saved
         status = os.fstat(file.fileno())
         _require_ours(status, owners)
         if status.st_size < _HEAD.size:
-            raise SavedIndexError(f"it has {status.st_size} bytes, which is no saved index")
+            raise SavedIndexError(f"it has {status.st_size} bytes, too few for a saved index")
         if not may_map:
             read = file.read()
             if len(read) != status.st_size:
@@ -207,8 +207,8 @@ def _fetched(name: str) -> bytes:
 def _require_ours(status: os.stat_result, owners: Sequence[int]) -> None:
     if status.st_uid not in owners:
         raise SavedIndexError(
-            f"it belongs to another user ({status.st_uid}), who could let it name any file; make"
-            " one of your own (h5async index)"
+            f"it belongs to another user ({status.st_uid}), who could make it refer to any file;"
+            " make your own (h5async index)"
         )
     if status.st_mode & stat.S_IWOTH:
         raise SavedIndexError("every user may write to it; remove that permission (chmod o-w)")
@@ -252,7 +252,7 @@ def _array(data: NDArray[np.uint8], dtype: str, begin: int, count: int) -> NDArr
 
 
 def to_json(value: object) -> object:
-    """Return a JSON value for what JSON lacks, as `json.dumps` asks for it.
+    """Convert a value of a type that JSON lacks, as the `default` of `json.dumps`.
 
     NotPortableError for a dtype of objects.
     """
@@ -287,7 +287,7 @@ def _dtype(found: Any, *, depth: int = 0) -> np.dtype[Any]:
     elif isinstance(kind, dict):
         kind = {**kind, "formats": [_dtype(one, depth=depth + 1) for one in kind["formats"]]}
     elif type(kind) is not str:
-        raise TypeError(f"{kind!r} is no dtype")
+        raise TypeError(f"{kind!r} is not a dtype")
     dtype: np.dtype[Any] = np.dtype(kind) if metadata is None else np.dtype(kind, metadata=metadata)
     if dtype.hasobject:
         raise ValueError("a dtype of objects")
@@ -295,7 +295,7 @@ def _dtype(found: Any, *, depth: int = 0) -> np.dtype[Any]:
 
 
 def _of(arguments: object) -> GetPydanticSchema:
-    """Say of what types the arguments of a class are, which are a list in JSON."""
+    """Declare the types of a class's arguments, which are a list in JSON."""
     return GetPydanticSchema(
         lambda source, handler: no_info_after_validator_function(
             lambda found: source(*found), handler.generate_schema(arguments)
@@ -313,7 +313,7 @@ def _require_whole(found: CfAttribute) -> CfAttribute:
 Natural = Annotated[int, Bound(strict=True, ge=0, le=LARGEST)]
 Naturals = tuple[Natural, ...]
 Positive = Annotated[Natural, Bound(ge=1)]
-Place = tuple[Natural, Natural]  # among the arrays of its name: where it begins, and its length
+Place = tuple[Natural, Natural]  # begin and length, within the concatenated arrays of a name
 DType = Annotated[np.dtype[Any], PlainValidator(_dtype)]
 Bytes = Annotated[bytes, PlainValidator(bytes.fromhex)]
 # (-1 is `filters.CONVERSION`.)
@@ -325,12 +325,12 @@ SavedPiece = Annotated[Piece, _of(tuple[SavedRegion, SavedRegion, str | None])]
 
 
 class _Saved(BaseModel):
-    # Most readers need none of these.
+    # (`defer_build`, because most readers need none of these.)
     model_config = ConfigDict(arbitrary_types_allowed=True, frozen=True, defer_build=True)
 
 
 class SavedSegments(_Saved):
-    """Segments: the places of their columns; and of their datasets, the first and the number."""
+    """Segments: the places of their columns, and the first and the number of their datasets."""
 
     columns: tuple[Place, Place, Place, Place, Place, Place]
     pieces: tuple[SavedPiece, ...]
@@ -345,7 +345,7 @@ class SavedHeap(_Saved):
     file: Natural
     first_sample: Natural
     place: Place
-    where: str  # without the name of the file before it
+    where: str  # without the file name that precedes it
     dtype: DType
     is_text: StrictBool
     is_ascii: StrictBool
@@ -357,7 +357,7 @@ class SavedHeap(_Saved):
 class OwnFacts(_Saved):
     """Facts that a dataset shares with no other, as in `DatasetLayout`."""
 
-    indexed_shape: Naturals | None = None  # if it cannot be told from the shape
+    indexed_shape: Naturals | None = None  # if it cannot be derived from the shape
     values: Place | None = None
     attached: Naturals = ()
     sources: Naturals = ()
@@ -369,9 +369,9 @@ class OwnFacts(_Saved):
 
 
 class SavedKind(_Saved):
-    """What datasets of a kind have in common, as in `DatasetLayout`.
+    """The facts that datasets of a kind have in common, as in `DatasetLayout`.
 
-    Of `indexed`, this is the digest, and whether one sample was made of the dataset.
+    `indexed` is only the digest, and whether the dataset was made one sample.
     """
 
     dtype: DType
@@ -394,7 +394,7 @@ class SavedKind(_Saved):
     cf: tuple[tuple[Natural, tuple[SavedAttribute, ...]], ...]
 
     def layout(self) -> DatasetLayout:
-        """Return the layout of such a dataset, without facts of its own, which makes sense."""
+        """Return the layout of such a dataset, without its own facts; ValueError if invalid."""
         dtype, shape, axis = self.dtype, self.shape, self.sample_axis
         if axis >= len(shape) or self.extra_dims >= len(shape):
             raise ValueError("a dataset has too few dimensions")
@@ -419,7 +419,7 @@ class SavedKind(_Saved):
         )
 
 
-# Members that it has as a `DatasetLayout` has them.
+# Attributes that are the same in a `DatasetLayout`.
 SHARED = SavedKind.model_fields.keys() - {"shape", "fill", "has_chunks", "indexed"}
 _ANY = DatasetLayout("", FileStamp(0, 0), "", (), np.dtype("u1"), 0, "chunked", None, np.zeros(()))
 
@@ -428,23 +428,23 @@ _Axes = StrictInt | str | tuple[StrictInt | str, ...]
 
 
 class SavedHeader(_Saved):
-    """What a saved index says beside its arrays; files are named by their numbers in `files`.
+    """The header of a saved index; it refers to files by their numbers in `files`.
 
     Attributes
     ----------
     files
-        Names, and what their stamps consist of.
+        Names, and the fields of their stamps.
     paths, kinds, own
         Of datasets; `OwnFacts` by the number of the dataset.
     key
         Identifies the content, for a cache.
     primary
-        The indexed files, in order; by their number here, `needs` are the other files that one
-        depends on, and `absent` the paths at which nothing was.
+        The indexed files, in order. By the index into this, `needs` are the other files that a file
+        depends on, and `absent` the paths where nothing was found.
     wanted
         As in `Wanted`.
     at_opening
-        The files whose change would not be noticed when rows are read.
+        The files whose changes would not be noticed when rows are read.
     variables, folder
         As in `Consulted`.
     allow_missing

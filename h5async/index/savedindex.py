@@ -41,18 +41,18 @@ _MALFORMED = ValueError, TypeError, LookupError, AttributeError, OverflowError, 
 
 
 class Wanted(NamedTuple):
-    """A dataset of a file, or a member, and which facts of it are needed."""
+    """A dataset of a file, or a member, and the facts about it that are needed."""
 
-    path: str  # where it lies, in the file or in each group
+    path: str  # in the file, or in each group
     num_dim: int | str | tuple[int | str, ...]  # the dimensions that count its samples
     has_names: bool = False  # whether its layout has the names of dimensions,
     has_cf: bool = False  # and how values are packed
     groups: str = ""  # whose datasets are joined
-    kind: str = ""  # if it is not the layout of a dataset alone; see `opening/filefacts.py`
+    kind: str = ""  # of a fact that is not just a dataset's layout; see `opening/filefacts.py`
 
     @classmethod
     def of(cls, field: Field) -> Wanted:
-        """Return the dataset of a field; a path may be written in several ways."""
+        """Return the dataset of a field; equivalent paths give equal results."""
         found = cls.at(field.path, field.num_dim)
         return found._replace(has_names=field.names_axes, has_cf=field.decode_cf)
 
@@ -60,7 +60,7 @@ class Wanted(NamedTuple):
     def at(
         cls, path: str, num_dim: int | str | tuple[int | str, ...] = 0, *, kind: str = ""
     ) -> Wanted:
-        """Return the dataset at a path, or a fact of it."""
+        """Return the dataset at a path, or a fact about it."""
         file, mark, rest = path.rpartition("::")
         names = (name for name in rest.split("/") if name not in ("", "."))
         return cls(f"{file}{mark}{'/'.join(names)}", num_dim, kind=kind)
@@ -83,10 +83,9 @@ def write_index(
     """Save the layouts of some files, in order, which were indexed with `reach`.
 
     Names of files below the folder of `path` are relative to it. `key` identifies the content, for
-    a cache; `is_entry` of a cache means that it is unreadable for others, and may get lost.
+    a cache; if it `is_entry` of a cache, other users cannot read it, and it may get lost.
 
-    OSError if it cannot be written; NotPortableError if a layout has no form in which it can be
-    saved.
+    OSError if it cannot be written; NotPortableError if a layout cannot be saved.
     """
     writer, entries, numbers = LayoutWriter(), [], []
     wanted: dict[Wanted, int] = {}
@@ -131,9 +130,10 @@ def _below(name: str, folder: str) -> str:
 
 
 def _unseen(files: Sequence[IndexedFile], writer: LayoutWriter) -> list[int]:
-    """Return the numbers of files whose change would not be noticed when rows are read.
+    """Return the numbers of files whose changes would not be noticed when rows are read.
 
-    These are files with metadata of others, with values in the index itself, or without values yet.
+    These are files that hold metadata for others, whose values are in the index itself, or that
+    have no values yet.
     """
     seen: dict[tuple[str, FileStamp], bool] = {}
     for file in files:
@@ -191,7 +191,7 @@ class SavedIndex:
             table = arrays["entries"].reshape(-1, 3)
             limits = len(saved.primary), len(wanted), len(self._layouts)
             if (table < 0).any() or (table >= np.array(limits)).any():
-                raise ValueError("an entry names what is not there")
+                raise ValueError("an entry refers to something that does not exist")
             for file, dataset, layout in table.tolist():
                 self._entries[file][wanted[dataset]] = layout
         except _MALFORMED as error:
@@ -206,7 +206,7 @@ class SavedIndex:
     def find(self, number: int, wanted: Sequence[Wanted]) -> dict[Wanted, DatasetLayout]:
         """Return the layouts of a file's datasets that are known and valid here.
 
-        SavedIndexError if a layout makes no sense; of a `NamedIndex`, ReadError.
+        SavedIndexError if a layout is invalid; for a `NamedIndex`, ReadError.
         """
         found = {}
         for one in wanted:
@@ -222,7 +222,7 @@ class SavedIndex:
         return found
 
     def _refusal(self, error: Exception) -> Exception:
-        """Return what to raise for an error of a layout."""
+        """Return the exception to raise for an invalid layout."""
         return error
 
     def stamp(self, number: int) -> FileStamp:
@@ -246,7 +246,7 @@ class SavedIndex:
         """Return, per file, whether its layouts are still valid."""
         saved = self._saved
         folder = None
-        with suppressing(OSError):  # it was removed
+        with suppressing(OSError):  # the current directory may have been removed
             folder = os.getcwd()
         is_here = all(os.environ.get(name, "") == value for name, value in saved.variables.items())
         if not is_here or (saved.folder is not None and saved.folder != folder):
@@ -268,7 +268,7 @@ class SavedIndex:
 class NamedIndex(SavedIndex):
     """A saved index that a user has named in place of its files.
 
-    Only changes that nobody would notice later are looked for now: all other files are checked when
+    Only files whose changes would not be noticed later are checked now; all others are checked when
     they are opened.
 
     ReadError if it cannot be used, or a file has changed; UnsafeFileError if its files refer to
@@ -290,7 +290,7 @@ class NamedIndex(SavedIndex):
     def changed(self, name: str) -> ReadError:
         """Return the error for a file that has changed since the index was made."""
         return ReadError(
-            f"{name} was changed, or is missing, since {self._path} was made; {self._remedy}"
+            f"{name} was changed or removed since {self._path} was made; {self._remedy}"
         )
 
     @property
@@ -303,7 +303,7 @@ class NamedIndex(SavedIndex):
         return ReadError(f"{self._path} cannot be used as a saved index: {error}; {self._remedy}")
 
     def _here(self, files: list[tuple[str, FileStamp]]) -> list[tuple[str, FileStamp]]:
-        """Replace device numbers by those of this machine: those of network file systems differ."""
+        """Use the device numbers of this machine: those of network file systems differ."""
         here: dict[int, int] = {}
         for name, stamp in files:
             if store_of(name).is_local and stamp.device not in here:
@@ -317,9 +317,9 @@ class NamedIndex(SavedIndex):
         ]
 
     def _require_permitted(self, reach: Reach) -> None:
-        """Check that no file refers to files that it may not refer to; links are followed.
+        """Check that files refer only to permitted files; symbolic links are followed.
 
-        An index in another store refers to its files like a file there.
+        An index in another store counts as a file there that refers to its files.
         """
         saved, primary = self._saved, set(self._saved.primary)
         if not store_of(self._path).is_local:
@@ -340,8 +340,8 @@ class NamedIndex(SavedIndex):
             raise self._refusal(SavedIndexError("it names a file that no other refers to"))
         if saved.allow_missing and not reach.missing_is_fill:
             raise ConfigError(
-                f"{self._path} was made with {named('allow_missing', True)}: what is missing of"
-                " its virtual datasets has their fill value; give the reader the same"
+                f"{self._path} was made with {named('allow_missing', True)}: missing sources"
+                " of virtual datasets have the fill value; give the reader the same option"
             )
 
     def _require_current(self) -> None:
@@ -352,12 +352,12 @@ class NamedIndex(SavedIndex):
         for name in itertools.chain(*map(self._absent, self._saved.absent)):
             if is_anything_at(name):
                 raise ReadError(
-                    f"{name} is there, which was missing when {self._path} was made; {self._remedy}"
+                    f"{name} exists, but was missing when {self._path} was made; {self._remedy}"
                 )
 
 
 def _not_sensible(error: Exception) -> Exception:
-    """Return the error for invalid content, or the interruption that it is."""
+    """Return the error for invalid content, or the interruption that caused `error`."""
     causes, what = [error], repr(error)
     if isinstance(error, ValidationError):
         found = error.errors(include_url=False)
@@ -366,7 +366,7 @@ def _not_sensible(error: Exception) -> Exception:
     for cause in causes:
         if interruption(cause) is not None:
             return cause
-    return SavedIndexError(f"it makes no sense ({what})")
+    return SavedIndexError(f"its content is invalid ({what})")
 
 
 def _with(named: Callable[[str], SourceName], name: str) -> str:
@@ -381,17 +381,17 @@ def _file(name: str, *stamp: int, folder: str) -> tuple[str, FileStamp]:
 
 # --- tables --------------------------------------------------------------------------------------
 
-# Tables are checked on whole arrays, as is done for HDF5's index: chunks must lie in the file as it
-# was indexed, after its superblock, without overlap, and within the grid; those without filters
-# have the length of a chunk.
+# Tables are checked as whole arrays, like HDF5's index: chunks must lie within the size that the
+# file had when indexed, after its superblock, without overlap, and within the grid; unfiltered ones
+# must have the length of a chunk.
 _SUPERBLOCK_NBYTES = 48  # at least
-_MANY_CHUNKS = 4096  # per dataset from which copying arrays to check several at once does not pay
+_MANY_CHUNKS = 4096  # in a dataset: copying arrays to check it together with others does not pay
 
 
 def _require_sound(columns: Columns, kinds: Sequence[DatasetLayout]) -> None:
     """Check a table of datasets of some kinds.
 
-    ValueError if it makes no sense; SavedIndexError if chunks cannot lie at their positions.
+    ValueError if it is inconsistent; SavedIndexError if chunks cannot lie at their positions.
     """
     require_below(columns.kind, len(kinds), "kind")
     require_below(columns.file, len(columns.files), "file")
@@ -408,7 +408,7 @@ def _require_sound(columns: Columns, kinds: Sequence[DatasetLayout]) -> None:
         raise ValueError("values lie beyond the end of their file")
     count = np.diff(begin)
     if begin[0] or (count < 0).any() or begin[-1] != chunks.offset.size:
-        raise ValueError("chunk tables do not lie one after the other")
+        raise ValueError("chunk tables are not consecutive")
     if ((count > 0) & (chunk_rows == 0)).any():
         raise ValueError("a dataset without chunks has a chunk table")
     along = -(-rows // np.maximum(1, chunk_rows))
@@ -427,9 +427,9 @@ def _require_sound(columns: Columns, kinds: Sequence[DatasetLayout]) -> None:
 
 
 def _limits(kind: DatasetLayout) -> tuple[int, bool, int, int, int]:
-    """Return what a kind of datasets permits.
+    """Return the limits of a kind of datasets.
 
-    These are the bytes of a row; whether values without chunks lie at an offset; the rows of a
+    They are the bytes of a row; whether values without chunks lie at an offset; the rows of a
     chunk, 0 without chunks; the number of chunks that hold pieces of a row; and the bytes of a
     chunk, -1 for any size.
     """
@@ -445,13 +445,13 @@ def _limits(kind: DatasetLayout) -> tuple[int, bool, int, int, int]:
 
 
 def _require_places(columns: Columns, end: Int64s, grid: Int64s, expected: Int64s) -> None:
-    """Check the chunks of some datasets that follow each other; of one without copying."""
+    """Check the chunks of consecutive datasets; those of a single one without copying."""
     count, chunks = np.diff(columns.begin), columns.chunks
     offset, nbytes, index = chunks.offset, chunks.nbytes, chunks.index
     if count.size > 1:
         end, grid, expected = (np.repeat(limit, count) for limit in (end, grid, expected))
     if ((offset < _SUPERBLOCK_NBYTES) | (nbytes < 0) | (nbytes > end)).any():
-        raise SavedIndexError("a chunk lies nowhere")
+        raise SavedIndexError("a chunk has an invalid address or length")
     if (offset > end - nbytes).any():
         raise SavedIndexError("a chunk lies beyond the end of its file")
     if np.where(expected < 0, nbytes == 0, nbytes != expected).any():
@@ -466,7 +466,7 @@ def _require_places(columns: Columns, end: Int64s, grid: Int64s, expected: Int64
         return
     if count.size == 1 and not any(nbytes.strides):
         overlaps = np.diff(np.sort(offset)) < nbytes[0]
-    else:  # those that do not lie in the order of the grid
+    else:  # chunks do not lie in the order of the grid
         table = np.repeat(np.arange(count.size), count)
         order = np.lexsort((offset, table))
         table, offset, nbytes = table[order], offset[order], nbytes[order]

@@ -1,6 +1,6 @@
 """Converts layouts to the header and the arrays of a saved index, and back. Pure.
 
-All layouts are one table, `Datasets`, and are saved as they are: its columns are arrays, its kinds
+All layouts form one table, `Datasets`, which is saved as it is: its columns are arrays, its kinds
 are in the header (`savedfile.py`). A layout that consists of others follows them in the table; its
 segments are facts of its own.
 """
@@ -36,10 +36,10 @@ from h5async.index.storedtypes import Sequences, VariableLength
 from h5async.index.tables import ChunkTable, Int64s, Piece, Segments, extents_of, repeated
 from h5async.io.source import FileStamp, IoMode, may_map
 
-_NOT_SAVED = {"limit": None, "is_shared": False, "file_samples": ()}  # no other values
+_NOT_SAVED = {"limit": None, "is_shared": False, "file_samples": ()}  # must be so
 
 # The arrays of a saved index, and their dtypes: the columns of the table of datasets, those of its
-# chunks, and what kinds refer to.
+# chunks, and facts that single datasets have.
 _COLUMNS = {
     "kind": "i4",
     "file": "i4",
@@ -83,7 +83,7 @@ class LayoutWriter:
     def add(self, layout: DatasetLayout) -> int:
         """Add a layout and its datasets; return its number.
 
-        NotPortableError if it has no form in which another process could read it.
+        NotPortableError if another process could not read it.
         """
         found = self._number_of.get(id(layout))
         if found is not None:
@@ -197,7 +197,7 @@ class LayoutWriter:
             found = self._places[id(array)] = [self._sizes[name], array.size]
             self._arrays[name].append(np.ascontiguousarray(array, _FACTS[name]))
             self._sizes[name] += array.size
-            self._held.append(array)  # so that no other gets the same id
+            self._held.append(array)  # so that no other array gets the same id
         return found
 
 
@@ -211,7 +211,7 @@ def _one_if_equal(column: NDArray[Any]) -> NDArray[Any]:
 
 
 def _shared_facts(layout: DatasetLayout) -> dict[str, Any]:
-    """Return the values of a `SavedKind`; the number of samples does not count."""
+    """Return the values of a `SavedKind`, which leaves out the number of samples."""
     indexed, rank = layout.indexed, len(layout.shape) - layout.extra_dims
     return {
         **{name: getattr(layout, name) for name in SHARED},
@@ -229,7 +229,7 @@ class LayoutReader:
     """Makes the layouts of a saved index, each on its first request. Used by one thread.
 
     `files` are those of the index, with the paths to open. `columns` and `kinds` are its table, not
-    checked yet; `io` says how files are read. ValueError if it makes no sense.
+    checked yet; `io` says how files are read. ValueError if it is invalid.
     """
 
     def __init__(
@@ -250,9 +250,9 @@ class LayoutReader:
         self._is_usable = [_is_usable(kind) for kind in self.kinds]
         path, is_sparse = arrays["path"], arrays["is_sparse"].astype(np.bool_)
         if ((path < 0) | (path >= len(header.paths))).any():
-            raise ValueError("a dataset names a path that is not there")
+            raise ValueError("a dataset refers to a path that does not exist")
         if len({arrays[name].size - (name == "begin") for name in _COLUMNS}) != 1:
-            raise ValueError("columns have unlike lengths")
+            raise ValueError("columns differ in length")
         count = arrays["offset"].size
         if is_sparse.any() and arrays["number"].size != count:
             raise ValueError("chunks have no numbers")
@@ -296,9 +296,9 @@ class LayoutReader:
         return found
 
     def _require_usable(self, kind: int, file: int) -> None:
-        """Raise NotUsableError for a kind of another installation.
+        """Raise NotUsableError if this installation would read a kind of datasets differently.
 
-        Also if columns were to be read differently: directly only if mapped.
+        That includes columns, which are read directly only if files may be mapped.
         """
         if not self._is_usable[kind]:
             raise NotUsableError
@@ -326,7 +326,7 @@ class LayoutReader:
         if own.spans is not None:
             spans = members["spans"] = self._array("numbers", own.spans)
             if not spans.size or (spans[1:] < spans[:-1]).any():
-                raise ValueError("samples do not follow each other")
+                raise ValueError("the bounds of samples are not ascending")
             if spans[0] < 0 or spans[-1] > layout.num_samples:
                 raise ValueError("samples lie outside their dataset")
         if own.lengths is not None:
@@ -335,7 +335,7 @@ class LayoutReader:
             held = self._array("numbers", own.sequences)
             most = layout.sample_count
             if (held < 0).any() or (held > most).any() or sum(held.tolist()) != most:
-                raise ValueError("sequences have other rows than the dataset")
+                raise ValueError("the lengths of sequences do not match their dataset")
             members["sequences"] = SequenceLengths(held, held)
         if own.segments is not None:
             self._add_segments(layout, own.segments, number)
@@ -351,10 +351,10 @@ class LayoutReader:
         kind_of, at = columns.kind.copy(), np.flatnonzero(self._is_own[first : first + count])
         kind_of[at] = len(self.kinds) + np.arange(at.size)
         _, example, which = np.unique(kind_of, return_index=True, return_inverse=True)
-        order = np.argsort(example)  # fingerprints depend on it
+        order = np.argsort(example)  # fingerprints depend on the order
         kinds = [self.layout(first + at) for at in example[order].tolist()]
         if any(kind.segments is not None for kind in kinds):
-            raise ValueError("a layout of layouts of others")
+            raise ValueError("a layout consists of layouts that consist of others")
         files, of_file = np.unique(columns.file, return_inverse=True)
         columns = columns._replace(
             kind=np.argsort(order)[which.reshape(-1)].astype(np.int32),
@@ -363,9 +363,9 @@ class LayoutReader:
         )
         arrays = [self._array("numbers", place) for place in saved.columns]
         if len({array.size for array in arrays}) != 1:
-            raise ValueError("segments lack some numbers")
+            raise ValueError("the columns of segments differ in length")
         if max(column.max(initial=0) for column in arrays[4:]) >= 1 << 31:
-            raise ValueError("a segment names what is not there")
+            raise ValueError("a segment refers to a dataset or piece that does not exist")
         segments = Segments.of(arrays, saved.pieces, saved.even, saved.kept_nbytes)
         _require_sound(segments, columns.rows, layout.num_samples)
         for piece in saved.pieces:
@@ -377,7 +377,7 @@ class LayoutReader:
         layout.__dict__.update(segments=segments, datasets=Datasets(kinds, columns))
 
     def _array(self, name: str, place: Place) -> NDArray[Any]:
-        """Return an array that was added to the others of its name."""
+        """Return an array from its place among the others of its name."""
         begin, count = place
         found = self._arrays[name][begin : begin + count]
         if found.size != count:
@@ -387,7 +387,7 @@ class LayoutReader:
     def _add_heaps(self, layout: DatasetLayout, place: Place, saved: Sequence[SavedHeap]) -> None:
         lengths = self._array("lengths", place)
         if int(lengths.sum(dtype=np.int64)) != layout.num_samples:
-            raise ValueError("elements have other lengths than their dataset")
+            raise ValueError("the lengths of elements do not match their dataset")
         if layout.storage != "heap" or layout.sample_axis:
             raise ValueError("a dataset is not of variable length")
         heaps, end = [], 0
@@ -399,9 +399,9 @@ class LayoutReader:
             of_file = lengths[heap.first_sample : heap.first_sample + places.size]
             file, stamp = self._files[heap.file]
             if heap.first_sample < end or of_file.size != places.size or (places >= 0).any():
-                raise ValueError("elements have no places")
+                raise ValueError("elements have no valid places")
             if is_for_core and (of_file[places == NOWHERE] != 0).any():
-                raise NotUsableError  # an installation without the core knows only lengths
+                raise NotUsableError  # saved without the core, which finds the places
             if places.size and int(of_file.max()) * heap.dtype.itemsize > stamp.nbytes:
                 raise ValueError("an element is longer than its file")
             if heap.dtype.base != layout.dtype or not heap.dtype.itemsize:
@@ -423,12 +423,12 @@ def _repeated(column: NDArray[Any], count: int) -> NDArray[Any]:
 
 
 def _require_sound(segments: Segments, rows: Int64s, num_samples: int) -> None:
-    """Raise ValueError unless segments lie in datasets of some `rows`, and do not overlap."""
+    """Raise ValueError unless segments lie in datasets of `rows[i]` rows, without overlap."""
     first, length, row, step = segments.first, segments.length, segments.row, segments.step
     require_below(segments.dataset, rows.size, "dataset")
     require_below(segments.piece, len(segments.pieces), "piece")
     if (first < 0).any() or (length < 1).any() or (row < 0).any() or (step < 1).any():
-        raise ValueError("a segment has a negative size")
+        raise ValueError("a segment has a number that is too small")
     if (length > num_samples).any() or (first > num_samples - length).any():
         raise ValueError("a segment lies outside its dataset")
     limit = rows[segments.dataset]
@@ -447,15 +447,15 @@ def _require_sound(segments: Segments, rows: Int64s, num_samples: int) -> None:
 def require_below(column: NDArray[np.int32], limit: int, what: str) -> None:
     """Raise ValueError unless all numbers of a column are below a limit."""
     if ((column < 0) | (column >= limit)).any():
-        raise ValueError(f"a {what} is named that is not there")
+        raise ValueError(f"reference to a {what} that does not exist")
 
 
 def _require_fitting(source: DatasetLayout, piece: Piece, whole: DatasetLayout) -> None:
-    """Raise ValueError unless a piece of a dataset's rows is one of the rows of a whole."""
+    """Raise ValueError unless a piece of a source's rows fits the rows of the whole."""
     source_shape, shape = source.row_shape, whole.row_shape
     if piece.member is not None:
         if piece.member not in (source.dtype.names or ()):
-            raise ValueError("a piece is of a member that there is not")
+            raise ValueError("a piece refers to a member that does not exist")
         member = source.dtype[piece.member]
         source_shape += member.shape
         if member.base.itemsize != whole.dtype.itemsize:

@@ -1,8 +1,8 @@
 """Defines the table of a field as the core reads it: its segments, and how its rows lie. Pure.
 
-A `Shape` says how rows lie in the chunks of a dataset, and where their pieces go in a row. A part
-is cut out of all rows of a field (`cut_rows`) by smaller pieces of its segments; the rest is
-neither read nor decoded.
+A `Shape` says how rows lie in the chunks of a dataset, and where their pieces go in a row of the
+batch. `cut_rows` cuts a part out of all rows of a field by making the pieces of its segments
+smaller; the rest is neither read nor decoded.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Shape:
-    """The common description of datasets whose rows lie alike; all in bytes except `extents`.
+    """Describes how rows lie, for all datasets where they lie alike; sizes are in bytes.
 
     Attributes
     ----------
@@ -55,35 +55,36 @@ class Shape:
         The pipeline of the chunks.
     chunk_nbytes, chunk_samples, sample_stride
         Of a whole chunk: its size, the number of samples in it, and the distance between them. A
-        dataset without chunks is its own only chunk.
+        dataset without chunks counts as one chunk.
     itemsize
         Bytes of an element.
     chunk_strides, row_strides
-        int64 (rank,): of the dimensions of a piece, in a chunk and in a row of the batch.
+        int64 (rank,): strides of the dimensions of a piece, in a chunk and in a row of the batch.
     extents
-        int64 (pieces, rank): elements of each piece.
+        int64 (pieces, rank): the dimensions of each piece, in elements.
     row_begin, piece_begin
         int64 (pieces,): first byte of each piece, in a row of the batch and in a chunk.
     cross_number, number_stride
-        int64 (pieces,): numbers of the chunks that hold sample 0, and the difference between
-        numbers of chunks that follow along the samples.
+        int64 (pieces,): numbers of the chunks that hold sample 0; and the difference between the
+        numbers of chunks that are adjacent along the sample dimension.
     rows_are_whole
         Whether a chunk consists of whole rows of the batch.
     source_row_nbytes
-        Between rows in the file, if they are contiguous.
+        Distance between rows in the file, if they are contiguous.
     keeps
-        Whether a batch may need a chunk that the previous batch decoded. Without filters: the chunk
-        is a small dataset, and may have fewer rows.
+        Whether a batch may need a chunk that the previous batch decoded. If this is so without
+        filters, the chunk is a small dataset, and may have fewer rows.
     has_chunks
-        False: it is its own only chunk.
+        False if the dataset counts as one chunk.
     fill
         uint8 (itemsize,): an element that was never written.
     axis, num_cells, cell_begin
-        If parts of rows are delivered, int64 (rank,): which dimension of a row each is (-1: none,
-        as it has one element), and the number of pieces along it; int64 (all of these,): where
-        each begins in a row. `row_begin` is then 0, and `row_strides` are those of parts.
+        If parts of rows are delivered: int64 (rank,), the dimension of a row for each dimension of
+        a piece (-1: none, because it has one element), and the number of pieces along it; int64
+        (sum of these numbers,), where each begins in a row. `row_begin` is then 0, and
+        `row_strides` are those of parts.
     swaps
-        Bytes of each number whose byte order differs from the batch's; 0 if it is the same.
+        The size of numbers whose byte order differs from the batch's; 0 if it is the same.
     """
 
     kind: Kind
@@ -132,8 +133,8 @@ class Layer:
 class FieldTable:
     """Where the rows of a field lie; `chunks` are the extents.
 
-    If it `is_filled_first`, a sample, or a piece of one, may have no source: rows get the fill
-    value first.
+    If it `is_filled_first`, rows get the fill value before anything is read: a sample, or a piece
+    of one, may have no source.
     """
 
     layers: tuple[Layer, ...]
@@ -186,7 +187,7 @@ def shape_of(layout: DatasetLayout, piece: Piece, kind: Kind, whole: DatasetLayo
         shape = cell_shape = (shape[axis], *layout.row_shape)
         axis = 0
     chunk_shape = layout.chunk_shape or shape
-    if whole.crop is not None:  # of datasets without chunks, parts are read as they lie
+    if whole.crop is not None:  # without chunks, parts are not read by slices
         cell_shape = chunk_shape
     rest = [a for a in range(len(shape)) if a != axis]
     source_itemsize = itemsize = layout.dtype.itemsize
@@ -238,7 +239,7 @@ def shape_of(layout: DatasetLayout, piece: Piece, kind: Kind, whole: DatasetLayo
 
 
 def _of_parts(shape: Shape, whole: DatasetLayout, region: Region, axes: Sequence[Cells]) -> Shape:
-    """Return how rows lie of which parts are delivered; `axes` are the dimensions of its rows."""
+    """Return the shape for rows whose parts are delivered; `axes` are its rows' dimensions."""
     ours = ranges_of(region, whole.row_shape)
     strides = _strides(whole.part_shape, whole.dtype.itemsize)
     partners = iter([a for a, one in enumerate(ours) if len(one) != 1])
@@ -278,14 +279,14 @@ def _combinations(columns: Sequence[Int64s]) -> Int64s:
 
 
 def _sums(columns: Sequence[Int64s], factors: Sequence[int]) -> Int64s:
-    """Return the sum of each combination, the numbers of each column times its factor."""
+    """Return the sum of each combination, with each column multiplied by its factor."""
     products = [column * factor for column, factor in zip(columns, factors, strict=False)]
     found: Int64s = _combinations(products).sum(axis=1)
     return found
 
 
 def shape_of_small(layout: DatasetLayout, samples: int, whole: DatasetLayout) -> Shape:
-    """Return how rows lie in a small dataset, taken as one chunk of at most `samples` rows."""
+    """Return how rows lie in a small dataset, treated as one chunk of at most `samples` rows."""
     shape = (samples, *layout.row_shape)
     chunk = layout.changed(shape=shape, chunk_shape=shape)
     return replace(shape_of(chunk, WHOLE, Kind.CHUNKS, whole), keeps=True)
@@ -319,7 +320,7 @@ def can_take_member(layout: DatasetLayout, piece: Piece, whole: DatasetLayout) -
 
 
 def _member_fill(layout: DatasetLayout, member: str) -> NDArray[Any]:
-    """Return the fill value of a member: (elements,), more than one for an array."""
+    """Return the fill value of a member, (elements,): more than one for an array."""
     return np.ascontiguousarray(layout.fill[member]).reshape(-1)
 
 
@@ -328,7 +329,7 @@ def _row_strides(
 ) -> tuple[list[int], int]:
     """Return the strides in a row of the batch per dimension of the source's rows, and the offset.
 
-    The offset is that of the first byte. The dimensions of both are in the same order, except for
+    The offset is that of the first byte. The dimensions are in the same order in both, except for
     those of extent 1.
     """
     pieces = ranges_of(region, whole.row_shape)
@@ -370,7 +371,7 @@ def cut_rows(layout: DatasetLayout, wanted: Sequence[range]) -> DatasetLayout:
 def _cut_segments(
     layout: DatasetLayout, segments: Segments, datasets: Datasets, wanted: Sequence[range]
 ) -> Segments:
-    """Return the segments of parts of rows; those that hold no part are left out."""
+    """Return the segments of parts of rows, without those that hold no part."""
     kinds = datasets.kinds
     kind = datasets.columns.kind[segments.dataset].astype(np.int64)
     both, of_segment = np.unique(segments.piece * len(kinds) + kind, return_inverse=True)
@@ -392,7 +393,7 @@ def _cut_segments(
 
 
 def part_shape(source: DatasetLayout, piece: Piece) -> tuple[int, ...]:
-    """Return the dimensions of the part of a row of a dataset that a piece takes."""
+    """Return the dimensions of the part that a piece takes of a row of its source."""
     return tuple(extents_of(piece.source_region, _row_shape(source, piece)))
 
 
@@ -401,7 +402,7 @@ def cut_piece(
 ) -> Piece | None:
     """Return the part of a piece that lies in a part of its row; None if there is none.
 
-    `row_shape` is that of the rows of which the piece is, and its new region is one of the part.
+    `row_shape` is that of the rows that contain the piece; the new region is relative to the part.
     """
     theirs = ranges_of(piece.source_region, _row_shape(source, piece))
     ours = ranges_of(piece.region, row_shape)
@@ -435,7 +436,7 @@ def _common(one: range, other: range) -> range:
 
 
 def _positions(some: range, several: range) -> slice:
-    """Return where the numbers of a range are in another one, which has all of them."""
+    """Return where the numbers of a range are in another range, which contains them."""
     found = _as_range(*(several.index(n) for n in some[:2]), count=len(some))
     return slice(found.start, found.stop, found.step)
 

@@ -1,8 +1,7 @@
-"""Finds where values lie that a dataset does not hold: in its sources, or in external files.
+"""Finds the values that a dataset does not hold itself: in its sources, or in external files.
 
-Layouts leave. Sources may lie in other files, which are opened only if permitted, and may be
-virtual themselves. External files hold only values, as the creation properties of the dataset
-describe.
+Returns layouts. Sources may lie in other files, which are opened only if permitted, and may be
+virtual themselves. External files hold only values, as the dataset's creation properties describe.
 """
 
 from __future__ import annotations
@@ -57,12 +56,13 @@ IndexSource = Callable[[Located, h5py.h5d.DatasetID, int, int], DatasetLayout]
 class VirtualSources:
     """Finds the sources of one virtual dataset, each once, before HDF5 does.
 
-    It lies in the open `file`, has the creation properties `plist`, is a nested source of `depth`
-    virtual datasets, and is called `where` in messages. `index` reads the layout of a source.
+    The dataset lies in the open `file`, has the creation properties `plist`, is nested below
+    `depth` other virtual datasets, and is called `where` in messages. `index` reads the layout of a
+    source.
 
-    HDF5 opens the sources of unlimited mappings to determine the shape. So those must be permitted
-    first, exist, and be free of loops, in which HDF5 would never end. DatasetError if one is
-    missing, or virtual datasets are nested too deep; UnsafeFileError if it is not permitted.
+    HDF5 opens the sources of unlimited mappings to determine the shape. So it is first checked that
+    these are permitted, exist, and form no loop, in which HDF5 would run forever. DatasetError if
+    one is missing, or virtual datasets are nested too deep; UnsafeFileError if one is forbidden.
     """
 
     def __init__(
@@ -79,13 +79,12 @@ class VirtualSources:
         self._depth = depth
         self._index = index
         self._where = where
-        # By names of file and dataset, and the sample axis; None: it is missing, which is
-        # permitted.
+        # By names of file and dataset, and sample axis; None: missing, which is permitted.
         self._found: dict[tuple[str, str, int], DatasetLayout | None] = {}
         if depth >= _MAX_NESTED:
             raise DatasetError(f"{where}: virtual datasets are nested more than {_MAX_NESTED} deep")
         self._mappings = read_mappings(plist)
-        # HDF5 would look for other files in the one that it has open.
+        # (With a far file, HDF5 would read the file that it has open in place of any other.)
         is_far = not store_of(absolute_name(file.filename)).is_local
         elsewhere = [mapping for mapping in self._mappings if mapping.file != "."]
         self._leads_elsewhere = is_far and bool(elsewhere)
@@ -176,9 +175,9 @@ class VirtualSources:
 def attached(
     layout: DatasetLayout, plist: h5py.h5p.PropDCID, reach: Reach, where: str
 ) -> tuple[DatasetLayout, list[FileName]]:
-    """Return a layout that names its external files, and their real paths.
+    """Return a layout that names its external files, and the real paths of these.
 
-    UnsafeFileError if one is not below a given root: lying beside the file is not enough. ReadError
+    UnsafeFileError if one is not below a given root: being beside the file is not enough. ReadError
     if one is missing, or too short: HDF5 would return zeros for missing values.
     """
     segments = _segments(plist)
@@ -206,7 +205,7 @@ def attached(
 def external_layout(
     layout: DatasetLayout, plist: h5py.h5p.PropDCID, found: Sequence[FileName]
 ) -> DatasetLayout:
-    """Return where the rows lie in external files that were found by `attached`.
+    """Return the layout of rows in the external files that `attached` found.
 
     NotDirectError if only h5py may read them.
     """
@@ -247,7 +246,7 @@ def external_layout(
 def _permitted(name: str, holder: str, reach: Reach, where: str) -> FileName:
     """Return the real path of an external file, as HDF5 finds it: from the current directory.
 
-    That of a far source lies beside it.
+    The external file of a far source lies beside it.
     """
     if not name or "\0" in name:
         raise UnsafeFileError(f"{where} keeps its values in a file with the name {name!r}")

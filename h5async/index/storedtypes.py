@@ -1,15 +1,15 @@
-"""Tells how elements are stored: as NumPy's, as what is converted to these, or of variable length.
+"""Describes how elements are stored: like NumPy's, to be converted to these, or variable-length.
 
-First, h5py's dtype for a stored type, and whether the stored bytes are NumPy's. Most datasets of a
-file, and of a thousand files, have one of a few types. So results are kept by the encoded type.
+The first part finds h5py's dtype for a stored type, and whether the stored bytes are NumPy's. Even
+in a thousand files, most datasets have one of a few types. So results are cached by encoded type.
 
-Then simple variable-length datatypes: an open dataset enters; a `VariableLength` leaves. Elements
-of such a dataset are references to sequences of values, or strings, in the global heap of the file,
-which the core reads. A sequence is simple if its values have a fixed size and are stored like
-NumPy's. References are decoded to `Sequences` when a dataset is opened, so that all lengths are
-known before anything else is read. Neither references nor files are trusted. Fill values and
-compact values of such a dataset are references, too. HDF5 only converts them, so they are read out
-of the object header.
+The second part takes an open dataset of a simple variable-length datatype, and returns a
+`VariableLength`. Elements of such a dataset are references to sequences of values, or strings, in
+the global heap of the file, which the core reads. A sequence is simple if its values have a fixed
+size and are stored like NumPy's. References are decoded to `Sequences` when a dataset is opened, so
+that all lengths are known before anything else is read. Neither references nor files are trusted.
+Fill values and compact values of such a dataset are references, too; HDF5 returns them converted,
+so they are read from the object header.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ _STRINGS = {
     h5py.h5t.STR_SPACEPAD: StepKind.PADDED,
 }
 _MOST_TEXTS = 64  # strings in an element
-# Bits of exponent and mantissa, and the bias, of the Open Compute Project's small floats whose
-# largest exponent stands for numbers, too.
+# Bits of exponent and mantissa, and the bias, of those small floats of the Open Compute Project
+# whose largest exponent also encodes numbers.
 _WITHOUT_INFINITY = {(4, 3, 7): "E4M3", (2, 3, 1): "E2M3", (3, 2, 3): "E3M2", (2, 1, 1): "E2M1"}
 
 
 class StoredType(NamedTuple):
-    """The NumPy equivalent of the type of a dataset's elements, or of a member of them.
+    """The NumPy equivalent of the type of a dataset's elements, or of one of their members.
 
-    `conversion` are the parameters of the filter that converts stored elements, including strings
+    `conversion` holds the parameters of the filter that converts stored elements, including strings
     (`codec/filters.py`); empty if there is none.
     """
 
     dtype: np.dtype[Any]  # as in h5py
     is_numpys: bool  # whether the stored bytes are NumPy's, once strings are converted
-    text: tuple[Text, ...]  # to convert in each element, or in each element of an array type
+    text: tuple[Text, ...]  # strings to convert in each element, or in each of an array type
     conversion: tuple[int, ...]
-    offset: int = 0  # of a member: its first byte within an element
+    offset: int = 0  # the first byte of a member within an element
 
     @property
     def unpacked(self) -> tuple[np.dtype[Any], tuple[int, ...]]:
@@ -96,7 +96,7 @@ def describe(encoded: bytes) -> StoredType:
 
 
 def _refuse_small_floats(stored: h5py.h5t.TypeID) -> None:
-    """Raise TypeError for types, or members, that HDF5 converts as if they had infinities."""
+    """Raise TypeError for types, or members, that HDF5 converts as if they had an infinity."""
     if isinstance(stored, h5py.h5t.TypeCompoundID):
         for i in range(stored.get_nmembers()):
             _refuse_small_floats(stored.get_member_type(i))
@@ -108,7 +108,7 @@ def _refuse_small_floats(stored: h5py.h5t.TypeID) -> None:
         if name is not None:
             raise TypeError(
                 f"{name} floats have no infinity, and HDF5 reads their largest values as infinity"
-                " or NaN; convert them, with ml_dtypes say, and store them as float16"
+                " or NaN; convert them, for example with ml_dtypes, and store them as float16"
             )
 
 
@@ -146,7 +146,7 @@ def _steps_of(stored: h5py.h5t.TypeID, dtype: np.dtype[Any]) -> list[Step] | Non
             return None
         given = (*stored.get_fields(), int(stored.get_ebias()))
         return [Step(StepKind.FLOAT, 0, 0, size, nbytes, 1, is_big, given)]
-    # (Of big-endian bytes, HDF5 only changes the order, which leaves the other bits as they are.)
+    # (For single big-endian bytes, HDF5 only swaps the order, and so keeps their unused bits.)
     if dtype.kind not in "iu" or (is_big and size == 1):
         return None
     is_signed = dtype.kind == "i"
@@ -168,7 +168,7 @@ def _steps_of_array(stored: h5py.h5t.TypeID, dtype: np.dtype[Any]) -> list[Step]
 
 
 def _texts_of(steps: list[Step], stored_nbytes: int, nbytes: int) -> tuple[Text, ...] | None:
-    """Return the strings that differ from NumPy's; None if anything else does, or they are many."""
+    """Return the strings that differ from NumPy's; None if they are many, or not all that does."""
     are_alike = all(step.kind <= StepKind.PADDED and step.start == step.to for step in steps)
     # When HDF5 converts any member, it leaves gaps between members unchanged in memory.
     if not are_alike or not sum(s.repeats * s.nbytes for s in steps) == nbytes == stored_nbytes:
@@ -191,7 +191,7 @@ def _is_stored_as(stored: h5py.h5t.TypeID, dtype: np.dtype[Any]) -> bool:
     if is_equal is not False:
         return bool(is_equal)
     if isinstance(stored, h5py.h5t.TypeIntegerID) and stored.get_size() == 1:
-        # The byte order of a byte has no meaning, but makes types unequal.
+        # The byte order of a single byte is meaningless, but makes types unequal.
         is_whole = stored.get_precision() == 8 and stored.get_offset() == 0
         is_signed = stored.get_sign() != h5py.h5t.SGN_NONE
         return is_whole and dtype == np.dtype("i1" if is_signed else "u1")
@@ -227,7 +227,7 @@ def element_of(stored: h5py.h5t.TypeID, member: tuple[str, ...], where: str) -> 
     for depth, name in enumerate(member):
         label = "/".join(member[: depth + 1])
         if not isinstance(stored, h5py.h5t.TypeCompoundID):
-            raise DatasetError(f'{where} has no member "{label}": it is no compound type')
+            raise DatasetError(f'{where} has no member "{label}": it is not a compound type')
         names = [stored.get_member_name(i) for i in range(stored.get_nmembers())]
         encoded = name_bytes(name)
         if encoded not in names:
@@ -240,17 +240,17 @@ def element_of(stored: h5py.h5t.TypeID, member: tuple[str, ...], where: str) -> 
     except UnicodeDecodeError as error:
         raise DatasetError(
             f"{where}: it has members with names that are not UTF-8, and h5py has no type for"
-            " these; read each member by itself, as a path behind that of the dataset"
+            " these; read each member separately, with its name after the path of the dataset"
         ) from error
-    except Exception as error:  # h5py has no one type for what it cannot express
+    except Exception as error:  # h5py raises any of several exceptions for unknown types
         raise DatasetError(f"{where}: its type has no NumPy equivalent ({error})") from error
 
 
-# --- of variable length ---------------------------------------------------------------------------
+# --- variable length ------------------------------------------------------------------------------
 
 _SIZES = (4, 8)  # of addresses and of sizes in a file, in bytes
 DAMAGED = "; the file is damaged"
-DATASPACE, FILL_VALUE, LAYOUT, MODIFIED = 0x0001, 0x0005, 0x0008, 0x0012  # types of messages
+DATASPACE, FILL_VALUE, LAYOUT, MODIFIED = 0x0001, 0x0005, 0x0008, 0x0012  # message types
 _UNKNOWN = "an object header of an unknown form"
 
 
@@ -258,24 +258,24 @@ _UNKNOWN = "an object header of an unknown form"
 class VariableLength:
     """How the elements of a variable-length dataset are stored.
 
-    `dtype` is that of one value of a sequence, in the byte order of the file (h5py gives the native
-    one); uint8 for strings. It may have dimensions (`dtype.subdtype`).
+    `dtype` is that of one value of a sequence, in the byte order of the file (h5py returns the
+    native one); uint8 for strings. It may have dimensions (`dtype.subdtype`).
     """
 
     dtype: np.dtype[Any]
     is_text: bool  # whether the elements are strings,
     is_ascii: bool  # and declared as ASCII, not UTF-8
     base: int  # the origin of addresses in the file: the size of its userblock
-    address_nbytes: int  # of an address in the file
-    size_nbytes: int  # of a size
+    address_nbytes: int  # bytes of an address in the file,
+    size_nbytes: int  # and of a size
 
     @property
     def reference_nbytes(self) -> int:
-        """Bytes of an element as stored; HDF5 only returns its size in memory."""
+        """Bytes of an element as stored (HDF5 only returns its size in memory)."""
         return 4 + self.address_nbytes + 4
 
     def is_like(self, other: VariableLength) -> bool:
-        """Tell whether elements are the same in two files, but for what differs between files."""
+        """Return whether elements of two files are alike, except for facts about the files."""
         return self == replace(other, base=self.base, size_nbytes=self.size_nbytes)
 
 
@@ -283,10 +283,10 @@ Forms = dict[str, VariableLength]  # by file
 
 
 def variable_length(dataset: h5py.h5d.DatasetID) -> VariableLength | None:
-    """Return how the elements of an open dataset are stored; None if they are of fixed size.
+    """Return how the elements of an open dataset are stored; None if they have a fixed size.
 
     The references may lie anywhere; those of a virtual dataset lie in its sources. NotDirectError
-    if only h5py may read them; any exception of h5py's if metadata are damaged.
+    if only h5py may read them; any exception of h5py if metadata are damaged.
     """
     stored = dataset.get_type()
     is_text = isinstance(stored, h5py.h5t.TypeStringID) and bool(stored.is_variable_str())
@@ -313,7 +313,7 @@ def variable_length(dataset: h5py.h5d.DatasetID) -> VariableLength | None:
 def _dtype_of(stored: h5py.h5t.TypeID) -> np.dtype[Any]:
     try:
         found = describe(bytes(stored.encode()))
-    except Exception as error:  # h5py has no one type for what it cannot express
+    except Exception as error:  # h5py raises any of several exceptions for unknown types
         raise NotDirectError(f"sequences of a type that NumPy lacks ({error})") from error
     dtype = found.dtype
     if dtype.hasobject:
@@ -325,11 +325,11 @@ def _dtype_of(stored: h5py.h5t.TypeID) -> np.dtype[Any]:
 
 @dataclass(frozen=True)
 class Sequences:
-    """Elements of a dataset, or of a part of it: their lengths and positions.
+    """The lengths and positions of the elements of a dataset, or of a part: 12 bytes each.
 
-    12 bytes each. Many threads may read them at once: positions are refined when they are found,
-    and all threads write the same number. `place` is int64 (n,): the first byte of its values in
-    the file; negative: ``-1 - (address << 16 | index)``, if its collection was not walked yet.
+    Many threads may read them at once: a position is replaced when it is found, and all threads
+    write the same number. `place`, int64 (n,), is the first byte of an element's values in the
+    file, or ``-1 - (address << 16 | index)``, negative, until its heap collection was walked.
     """
 
     form: VariableLength  # how they are stored
@@ -350,8 +350,8 @@ class Sequences:
     ) -> Sequences:
         """Decode `count` references block by block: as stored, they take more memory.
 
-        Blocks are the number of the first reference, and (n, reference_nbytes), C-contiguous. No
-        element is longer than the file, of `file_nbytes`; otherwise that is a ReadError.
+        A block is the number of its first reference, and the references: (n, reference_nbytes),
+        C-contiguous. ReadError if an element is longer than the file, of `file_nbytes`.
         """
         length, place, total = np.empty(count, np.uint32), np.empty(count, np.int64), 0
         for first, references in blocks:
@@ -371,7 +371,7 @@ class Sequences:
         return cls(form, where, length, place, total)
 
     def struct(self, core: Core) -> Any:
-        """Return the structure for the core, which writes to the positions."""
+        """Return a structure for the core, which will write to the positions."""
         assert self.place.flags.writeable
         form = self.form
         return core.Heap(
@@ -389,10 +389,10 @@ class Sequences:
 def fill_reference(
     dataset: Opened, dtype: np.dtype[Any], *, whenever: bool = False
 ) -> NDArray[Any]:
-    """Return what stands for elements of variable length that were never written.
+    """Return the reference that stands for variable-length elements that were never written.
 
-    It is a reference, of a void dtype, that lies in the file as any other element does;
-    `whenever` as in `fill_value`.
+    It has a void dtype, and is stored in the file like any other element; `whenever` as in
+    `fill_value`.
     """
     stored = b""
     if uses_fill_value(dataset.plist, whenever):
@@ -403,7 +403,7 @@ def fill_reference(
 
 
 def _stored_fill(dataset: Opened) -> bytes:
-    """Return the fill value of a dataset that has one, as stored; b"" for zeros."""
+    """Return the fill value, as stored, of a dataset that has one; b"" for zeros."""
     _, body = message_of(dataset, FILL_VALUE)
     if body[0] == 3:
         return _counted(body, 2, 4) if body[1] & 32 else b""
@@ -421,7 +421,7 @@ def stored_compact(dataset: Opened) -> bytes:
 
 
 def _counted(body: bytes, at: int, width: int) -> bytes:
-    """Return bytes that follow their number."""
+    """Return the bytes after their count, which is a number of `width` bytes at `at`."""
     begin = at + width
     end = begin + int.from_bytes(body[at:begin], "little")
     if end > len(body):
@@ -430,7 +430,7 @@ def _counted(body: bytes, at: int, width: int) -> bytes:
 
 
 def message_of(dataset: Opened, kind: int) -> tuple[int, bytes]:
-    """Return the only message of a type in the object header of a dataset: its offset, and body.
+    """Return the only message of a type in a dataset's object header: its file offset, and body.
 
     NotDirectError if it cannot be found.
     """

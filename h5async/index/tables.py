@@ -2,9 +2,9 @@
 
 Chunks make a grid; a chunk's number is that of its cell in C order.
 
-Segments say which rows of which dataset hold the samples of a field. Segments of segments are
-composed at once, so the table is always flat. They are made of pairs of selections of indices along
-one dimension: `Slab`, a regular one, and `Blocks`, any. `runs_between` pairs the indices of two.
+Segments map the samples of a field to rows of datasets. Segments of segments are composed at once,
+so the table is always flat. They are made from pairs of selections of indices along one dimension:
+a `Slab` is a regular selection, `Blocks` any other. `runs_between` pairs the indices of two.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
 Region = tuple[slice, ...] | None
 
-MOST_RUNS = 1 << 22  # of 32 bytes each; what would be more is not listed
+MOST_RUNS = 1 << 22  # of 32 bytes each; longer lists are not made
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class ChunkTable:
     filter_mask: NDArray[np.uint32]  # bit i is set if filter i of the pipeline was not applied
 
     def shortened(self) -> ChunkTable:
-        """Return the same table; each column of equal numbers takes the memory of one."""
+        """Return the same table; columns of equal numbers take the memory of one number."""
         nbytes, filter_mask = shortened(self.nbytes), shortened(self.filter_mask)
         return ChunkTable(self.index, self.offset, nbytes, filter_mask)
 
@@ -64,7 +64,7 @@ class ChunkTable:
         return np.arange(self.offset.size) if self.index is None else self.index
 
     def part(self, here: slice, *, is_sparse: bool) -> ChunkTable:
-        """Return the table of one of several datasets whose chunks it has."""
+        """Return a part of a joined table, such as that of one dataset."""
         return ChunkTable(
             self.numbers[here] if is_sparse else None,
             self.offset[here],
@@ -83,7 +83,7 @@ class ChunkTable:
 
 
 def _concatenated(columns: Sequence[NDArray[Any]], dtype: str) -> NDArray[Any]:
-    """Return columns, concatenated; equal numbers take the memory of one."""
+    """Concatenate columns; equal numbers take the memory of one."""
     firsts = {int(column[0]) for column in columns if column.size}
     if len(firsts) == 1 and all(not any(c.strides) for c in columns if c.size > 1):
         return repeated(firsts.pop(), sum(column.size for column in columns), dtype)
@@ -114,7 +114,7 @@ def grid_of(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> tuple[int, 
 
 
 class TooManyRunsError(Exception):
-    """There are more than `MOST_RUNS`; none of them was listed."""
+    """There are more than `MOST_RUNS` runs; none was listed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,13 +179,13 @@ class Slab:
 class Blocks:
     """Any indices along one dimension: blocks of adjacent ones, concatenated in any order.
 
-    `first` is int64 (n,): the first index of each; `begin`, int64 (n + 1,): its ordinal, then the
-    size.
+    `first`, int64 (n,), is the first index of each block; `begin`, int64 (n + 1,), its ordinal,
+    followed by the size.
     """
 
     first: Int64s
     begin: Int64s
-    is_run: ClassVar[bool] = False  # that would be a `Slab`
+    is_run: ClassVar[bool] = False  # a run is a `Slab`
 
     @classmethod
     def of(cls, first: Int64s, length: Int64s) -> Slab | Blocks:
@@ -232,7 +232,7 @@ Selection = Slab | Blocks
 class PairedRuns(NamedTuple):
     """Runs of indices, each paired with indices of another selection: int64 (n,)."""
 
-    first: Int64s  # index of each run
+    first: Int64s  # first index of each run
     length: Int64s
     row: Int64s  # the partner of the first index,
     step: Int64s  # and the distance between partners
@@ -302,21 +302,21 @@ def region_key(region: Region) -> Any:
 
 
 def ranges_of(region: Region, shape: tuple[int, ...]) -> list[range]:
-    """Return the indices along each dimension of a region of rows of a shape."""
+    """Return the indices along each dimension of a region of rows of some shape."""
     pieces = region or (slice(None),) * len(shape)
     return [range(n)[one] for n, one in zip(shape, pieces, strict=True)]
 
 
 def extents_of(region: Region, shape: tuple[int, ...]) -> list[int]:
-    """Return the extents of a region of rows of a shape."""
+    """Return the extents of a region of rows of some shape."""
     return list(map(len, ranges_of(region, shape)))
 
 
 class Piece(NamedTuple):
     """A piece of a row of the whole dataset, and of a row of the dataset that holds it.
 
-    Both regions are a slice per dimension except that of the samples; None means the whole row. The
-    extents of both are equal, except for those of 1.
+    Both regions are a slice per dimension, without that of the samples; None means the whole row.
+    The extents of both are equal, apart from extents of 1.
     """
 
     region: Region = None
@@ -355,11 +355,10 @@ class Segments:
     pieces
         The pieces.
     even
-        Ranges of samples that units divide evenly, and the samples of a unit (0: by their bytes);
-        for datasets that are not read in the way in which they are stored. Then no other bounds
-        count.
+        Ranges of samples that are evenly divided into units, and the samples per unit (0: by their
+        bytes), for datasets that are not read as they are stored. Then units have no other bounds.
     kept_nbytes
-        The decoded bytes of a unit of datasets that are not read in that way.
+        The decoded bytes of a unit of datasets that are not read as they are stored.
     """
 
     first: Int64s
@@ -413,7 +412,7 @@ class Segments:
         return replace(self, first=self.first + shift)
 
     def cut(self, at: Int64s) -> Segments:
-        """Return the segments, cut at some samples, ascending, where one goes on there."""
+        """Return the segments, split at the samples `at` (ascending) that lie inside one."""
         low = np.searchsorted(at, self.first, side="right")
         count = np.searchsorted(at, self.end, side="left") - low
         if not count.any():
@@ -430,17 +429,17 @@ class Segments:
 
     @cached_property
     def layers(self) -> list[tuple[Int64s, Segments]]:
-        """The segments by region, each with their indices: no two of a layer overlap."""
+        """The segments by region, with their indices: no two of a layer overlap."""
         keys: dict[Any, int] = {}
         layer = [keys.setdefault(region_key(p.region), len(keys)) for p in self.pieces]
         if len(keys) == 1:
-            return [(np.arange(self.size), replace(self))]  # `self` would keep itself
+            return [(np.arange(self.size), replace(self))]  # `self` would refer to itself
         number = np.array(layer, np.int32)[self.piece]
         found = (np.flatnonzero(number == one) for one in range(len(keys)))
         return [(here, self.at(here)) for here in found if here.size]
 
     def find(self, sample: Int64s) -> Iterator[tuple[int, Piece, Int64s, Int64s]]:
-        """Yield what holds samples: a dataset and a piece, positions in `sample`, and their rows.
+        """Yield where samples lie: dataset, piece, positions in `sample`, and rows of the dataset.
 
         Samples that no segment holds are left out.
         """
@@ -457,7 +456,7 @@ class Segments:
                 yield number, self.pieces[piece], chosen[some], row[some]
 
     def behind(self, outer: PairedRuns) -> Segments:
-        """Return the segments of outer runs, whose rows are the samples of these segments.
+        """Return the segments of outer runs, whose rows are samples of these segments.
 
         TooManyRunsError if there would be more than `MOST_RUNS`.
         """

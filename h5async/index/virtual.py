@@ -1,10 +1,10 @@
-"""Reads the mappings of a virtual dataset: which part of which source holds which samples.
+"""Reads the mappings of a virtual dataset: the parts of its sources that hold its samples.
 
 A mapping pairs a selection of the virtual dataset with one of equal size of its source, both in C
 order (H5Pset_virtual of the HDF5 reference). It becomes a `Part` if both are combinations of
-selections per dimension of equal size, except for dimensions of extent 1; the samples may be any
-set, the other selections must be regular. h5py reads other datasets. Mappings of the same dataset
-become one part, so that there may be one per row.
+selections per dimension, of equal sizes except for dimensions of extent 1. The samples may be any
+set, the other selections must be regular; h5py reads datasets with other mappings. Mappings that
+differ only in their samples become one part, so there may be one for each row.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from h5async.index.tables import Blocks, Piece, Region, Selection, Slab, region_
 
 _UNLIMITED = h5py.h5s.UNLIMITED
 _MAX_NUMBERED = 100_000
-MAX_BLOCKS = 1 << 20  # HDF5 takes 38 s to open a mapping of 20,000, and that grows as the square
-# source(file name, dataset name, its dimension that counts samples) -> layout; None: it is missing
+MAX_BLOCKS = 1 << 20  # HDF5 takes 38 s to open a mapping of 20,000, growing with the square
+# source(file name, dataset name, its dimension that counts samples) -> layout; None if missing
 FindSource = Callable[[str, str, int], DatasetLayout | None]
 _MAX_REGIONS = 256
 
 
 def _within(selected: Selection, extent: int) -> Selection:
-    """Return the part of a selection, maybe unlimited, within a dimension of some extent."""
+    """Return the part of a selection, which may be unlimited, within a dimension's extent."""
     if isinstance(selected, Blocks):
         return selected
     start, stride, count, block = selected.start, selected.stride, selected.count, selected.block
@@ -63,9 +63,9 @@ Selected = Sequence[Selection] | None
 class Mapping(NamedTuple):
     """A mapping as stored in the file.
 
-    The names of the source, file and dataset, may stand for many, by number ("%b"). `samples` and
-    `source` are the selections of the virtual dataset and of the source; None for everything. If
-    only h5py can read it, `obstacle` says why, and the selections are unknown.
+    The names of the source's file and dataset may contain "%b", a number, and stand for many.
+    `samples` and `source` are the selections of the virtual dataset and of the source; None for
+    everything. If only h5py can read it, `obstacle` says why, and the selections are unknown.
     """
 
     file: str
@@ -76,7 +76,7 @@ class Mapping(NamedTuple):
 
     @property
     def numbered_axis(self) -> int | None:
-        """The dimension along which numbered sources follow each other without an end, if any."""
+        """The dimension along which numbered sources follow one another without end, if any."""
         for axis, slab in enumerate(self.samples or ()):
             if isinstance(slab, Slab) and slab.count == _UNLIMITED:
                 is_numbered = any(re.search(r"(?<!%)(%%)*%b", name) for name in self[:2])
@@ -85,7 +85,7 @@ class Mapping(NamedTuple):
 
     @property
     def is_unlimited(self) -> bool:
-        """Whether its extent is that of its source, which HDF5 opens when asked for the shape."""
+        """Whether its extent depends on its source, which HDF5 opens to determine the shape."""
         return any(map(_is_unlimited, self.samples or ()))
 
     def names(self, number: int | None = None) -> tuple[str, str]:
@@ -115,7 +115,7 @@ def read_mappings(plist: h5py.h5p.PropDCID) -> list[Mapping]:
 
 
 def mapped_files(mappings: Iterable[Mapping], shape: tuple[int, ...]) -> Iterator[tuple[str, str]]:
-    """Yield file name and dataset name of each source; some come more than once."""
+    """Yield the file name and dataset name of each source, some of them more than once."""
     for mapping in mappings:
         try:
             yield from (one[:2] for one in by_number(mapping, shape))
@@ -128,8 +128,8 @@ def source_series(
 ) -> Iterator[tuple[bool, Iterator[tuple[str, str]]]]:
     """Yield, per mapping, whether its sources are numbered, and their files and datasets.
 
-    Numbered ones ("%b") have no end: HDF5 tries them until one is missing, whenever the shape is
-    requested. So this does not request it. Each source comes once.
+    Numbered ones ("%b") have no end: whenever the shape is requested, HDF5 tries them until one is
+    missing. So the shape is not requested here. Each source comes once.
     """
     series = {(*one[:2], one.numbered_axis is not None): one for one in mappings}
     for (*_, is_numbered), mapping in series.items():
@@ -168,10 +168,10 @@ def _selected(space: h5py.h5s.SpaceID) -> Selected:
 
 
 def _irregular(space: h5py.h5s.SpaceID) -> list[Selection]:
-    """Return an irregular hyperslab per dimension.
+    """Return the selections per dimension of an irregular hyperslab.
 
-    It must consist of all combinations of its selections per dimension, so that their order is that
-    of its elements, too: such as rows, or one region of several rows.
+    It must consist of all their combinations, so that their order gives that of its elements: for
+    example rows, or one region of several rows.
     """
     if space.get_select_hyper_nblocks() > MAX_BLOCKS:
         raise NotDirectError(f"a virtual dataset with a mapping of more than {MAX_BLOCKS} blocks")
@@ -227,7 +227,7 @@ def _alike(mappings: Iterable[Mapping], whole: DatasetLayout) -> Iterable[list[M
 
 
 def _all_but_begin(mapping: Mapping, whole: DatasetLayout) -> tuple[Any, ...] | None:
-    """Return a key for mappings of runs of samples that differ only in where these begin."""
+    """Return a key that is equal for mappings of runs of samples that only begin elsewhere."""
     ours, theirs = mapping.samples, mapping.source
     if ours is None or theirs is None or len(ours) != len(whole.shape):
         return None
@@ -256,7 +256,7 @@ def _part_of_many(alike: list[Mapping], whole: DatasetLayout, find: FindSource) 
     source_begin = np.zeros_like(begin)
     if source_axis is not None:
         source_begin = np.array([m.source[source_axis].start for m in alike if m.source], np.int64)
-    # Those that reach farthest are checked for all.
+    # The mappings that reach farthest are checked on behalf of all.
     farthest = [alike[int(begin.argmax())], alike[int(source_begin.argmax())]]
     named = (one for mapping in farthest for one in by_number(mapping, whole.shape))
     _, part = (_part(mapping, whole, find) for mapping in named)
@@ -271,7 +271,7 @@ def _part_of_many(alike: list[Mapping], whole: DatasetLayout, find: FindSource) 
 
 
 def _part(mapping: Mapping, whole: DatasetLayout, find: FindSource) -> Part | None:
-    """Return the part of a mapping whose numbers are filled in; None if nothing is mapped."""
+    """Return the part of a mapping with "%b" replaced; None if nothing is mapped."""
     axis = whole.sample_axis
     virtual = _selections(mapping.samples, whole.shape, "that is smaller than what is mapped to it")
     if any(one.size == 0 for one in virtual):
@@ -304,7 +304,7 @@ def _part(mapping: Mapping, whole: DatasetLayout, find: FindSource) -> Part | No
 
 
 def _selections(selected: Selected, shape: tuple[int, ...], too_small: str) -> list[Selection]:
-    """Return the selections within a shape; NotDirectError if they reach over it."""
+    """Return the selections within a shape; NotDirectError if they exceed it."""
     if selected is None:
         return [Slab.run(0, extent) for extent in shape]
     if len(selected) != len(shape):
@@ -341,7 +341,7 @@ def _first(slab: Selection, size: int) -> Selection:
 def _source_axis(axis: int, virtual: tuple[int, ...], source: tuple[int, ...]) -> int | None:
     """Return the source's dimension that counts the samples, by the sizes of both selections.
 
-    None if there is none: the source is one sample.
+    None if the source is one sample.
     """
     pairs = _matching(virtual, source)
     if axis in pairs:
@@ -350,7 +350,7 @@ def _source_axis(axis: int, virtual: tuple[int, ...], source: tuple[int, ...]) -
 
 
 def _matching(virtual: tuple[int, ...], source: tuple[int, ...]) -> dict[int, int]:
-    """Return the source's dimension for each one of the virtual selection."""
+    """Return the source's dimension for each dimension of the virtual selection."""
     if virtual == source:
         return dict(enumerate(range(len(source))))
     ours = [axis for axis, size in enumerate(virtual) if size != 1]
@@ -373,9 +373,9 @@ def _region(slabs: list[Selection], shape: tuple[int, ...], axis: int) -> Region
 
 
 def _require_convertible(stored: np.dtype[Any], wanted: np.dtype[Any]) -> None:
-    """Accept conversions in which NumPy equals HDF5: of byte order, and of integers without loss.
+    """Accept only conversions that NumPy and HDF5 do alike: byte order, and integers without loss.
 
-    Between floats, the two differ in the bits of NaNs.
+    Between floats, they differ in the bits of NaNs.
     """
     if stored.newbyteorder("=") == wanted.newbyteorder("="):
         return

@@ -1,12 +1,12 @@
 """Visits the chunks of a dataset, as HDF5 lists them: by the compiled core, or in Python.
 
-A dataset and the grid of its chunks enter; columns of a table leave, as HDF5 reported them.
+Takes a dataset and the grid of its chunks; returns columns of a table, as HDF5 reported them.
 
-HDF5 misreports coordinates of chunks in an extensible array, which it uses if just one dimension is
-unlimited: that one comes first, then the others in order, each at its maximum extent. When HDF5
-visits the array, it uses the order of the dataset's dimensions instead (H5D__earray_idx_iterate_cb
-of H5Dearray.c). So coordinates are wrong unless the unlimited dimension is the first, but they give
-the position in the array, which gives the true ones.
+HDF5 misreports the coordinates of chunks in an extensible array, which it uses if exactly one
+dimension is unlimited. In the array, that dimension comes first, then the others in order, each at
+its maximum extent; but when HDF5 visits the array, it assumes the order of the dataset's dimensions
+(H5D__earray_idx_iterate_cb of H5Dearray.c). So coordinates are wrong unless the first dimension is
+the unlimited one, but they give the position in the array, and that gives the true coordinates.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from h5async.index.tables import Int64s, grid_of
 from h5async.system.interruptions import suppressing
 
 _FIRST_CAPACITY = 1 << 24  # chunks: pages of memory that are not touched cost nothing
-_LEAST_VERSION = (1, 14)  # of HDF5, with a known way of calling a visitor
-_FEW = 1024  # chunks: their columns are kept, and copied
+_LEAST_VERSION = (1, 14)  # of HDF5; from here on the signature of visitors is known
+_FEW = 1024  # chunks: columns of this size are kept for reuse, and copied
 _MOST_UNUSED = 16
-_LOOKUPS = 256  # of chunks by their keys, of a dataset
+_LOOKUPS = 256  # of chunks by their keys, per dataset
 LOOK_UP = "H5Dget_chunk_storage_size"
 _PYTHON_FUNCTIONS = ("PyEval_SaveThread", "PyEval_RestoreThread", "PyErr_CheckSignals")
 _STRUCT_FUNCTIONS = ("save_thread", "restore_thread", "check_signals")
@@ -55,12 +55,12 @@ NOT_LOOKED_UP = -2
 
 
 class Visited(NamedTuple):
-    """The chunks of a dataset, in the order in which HDF5 reports them."""
+    """The chunks of a dataset, in the order that HDF5 reports them."""
 
     number: Int64s  # the chunk's number in the C-ordered grid; one near it if `is_outside`
     offset: Int64s  # address in the file
     nbytes: Int64s  # stored size
-    mask: NDArray[np.uint32]  # of filters
+    mask: NDArray[np.uint32]  # filter mask
     is_outside: bool = False  # a chunk does not lie in the grid
     is_ascending: bool = True  # each number is higher than the previous one
     is_apart: bool = False  # each chunk is known to begin at or after the end of the previous one
@@ -82,7 +82,7 @@ def visit_chunks(
 ) -> Visited:
     """Visit all chunks of a dataset with this grid; ReadError if there are more than `most`.
 
-    With `positions`, each gets its true number. Raises any exception of h5py's if the index is
+    With `positions`, each gets its true number. Raises any exception of h5py if the index is
     damaged.
     """
     if not math.prod(grid):
@@ -110,7 +110,7 @@ def visit_chunks(
 
 
 def first_unlike(dataset: Opened, grid: tuple[int, ...], number: Int64s, nbytes: Int64s) -> int:
-    """Look up chunks by their keys, a part if they are many; return the index of one not found.
+    """Look up chunks by their keys, or some of many; return the index of one that is not found.
 
     -1 if HDF5 finds all of them, with their `nbytes`.
     """
@@ -130,7 +130,7 @@ def first_unlike(dataset: Opened, grid: tuple[int, ...], number: Int64s, nbytes:
 
 
 class _Prepared:
-    """The core's description of a visit, and columns for so many chunks."""
+    """The core's description of a visit, and columns for `capacity` chunks."""
 
     def __init__(
         self, core: Core, chunks: tuple[int, ...], grid: tuple[int, ...], capacity: int
@@ -148,12 +148,12 @@ class _Prepared:
             setattr(self._struct, name, ctypes.cast(function, ctypes.c_void_p).value)
 
     def of(self, dataset: Opened, look_up: int) -> Any:
-        """Return the description, of a dataset; `look_up` is the address of a function, or 0."""
+        """Return the description for a dataset; `look_up` is the address of a function, or 0."""
         self._struct.dataset, self._struct.look_up = dataset.id.id, look_up
         return self._struct
 
     def visited(self) -> Visited:
-        """Return what was visited; once only if there are many chunks."""
+        """Return the visited chunks; call it only once if the capacity is large."""
         count, capacity = self._struct.count, self._struct.capacity
         for column in self._columns if capacity > _FEW and count < capacity // 2 else ():
             column.resize(count, refcheck=False)  # in place: a copy would double the memory
@@ -164,12 +164,12 @@ class _Prepared:
         return Visited(number, offset, nbytes, mask, *_FACTS(self._struct))
 
 
-_unused: dict[Any, _Prepared] = {}  # files of a collection often have chunks that are alike
+_unused: dict[Any, _Prepared] = {}  # for reuse: files of a collection often have similar chunks
 
 
 @contextlib.contextmanager
 def _prepared(core: Core, *key: Any) -> Iterator[_Prepared]:
-    """Lend what was prepared before for chunks, grid and capacity; to one user at a time."""
+    """Lend a description for chunks, grid and capacity, maybe a used one, to one user at a time."""
     found = _unused.pop((core, key), None) or _Prepared(core, *key)
     with h5py._objects.phil:
         yield found
@@ -180,7 +180,7 @@ def _prepared(core: Core, *key: Any) -> Iterator[_Prepared]:
 
 
 def _by_core(dataset: Opened, grid: tuple[int, ...], most: int, look_up: int) -> Visited | None:
-    """Visit chunks by a compiled function; None if there is none, or HDF5 reports an error."""
+    """Visit chunks with the core; None if it is missing, or HDF5 reports an error."""
     core = load_core()
     is_known = h5py.version.hdf5_version_tuple >= _LEAST_VERSION
     if core is None or not function_address("H5Dchunk_iter") or not is_known:
@@ -204,7 +204,7 @@ def _columns(count: int) -> tuple[NDArray[Any], ...]:
 def _in_python(
     dataset: h5py.h5d.DatasetID, chunks: tuple[int, ...], grid: Sequence[int], most: int
 ) -> Visited:
-    """Visit chunks by h5py; ends after one more than `most`."""
+    """Visit chunks with h5py; stops after one more than `most`."""
     rank, records = len(grid), array.array("q")
     width = rank + 3
 
@@ -226,7 +226,7 @@ def _in_python(
 
 
 class Positions(NamedTuple):
-    """Converts positions in the array for a dataset's dimensions.
+    """Converts positions in an extensible array to chunk numbers.
 
     Dimension `axis` is unlimited. `most` is the maximum number of chunks along each dimension; 1
     for the unlimited one.
@@ -237,7 +237,7 @@ class Positions(NamedTuple):
 
     @property
     def reported_grid(self) -> tuple[int, ...]:
-        """The grid in which the coordinates reported by HDF5 are numbered by their position."""
+        """The grid in which the coordinates that HDF5 reports have their position as number."""
         behind = self.most[self.axis + 1 :]
         return (*(1,) * self.axis, _MOST_POSITIONS // math.prod(behind), *behind)
 
@@ -275,11 +275,11 @@ def positions_of(dataset: Opened) -> Positions | None:
 
 @functools.cache
 def _counts_positions() -> bool:
-    """Return whether the loaded HDF5 reports chunks as described above; another one may not.
+    """Return whether the loaded HDF5 reports chunks as described above; other versions may not.
 
-    Tests it by datasets in memory whose chunks contain their own coordinates.
+    Tests it with datasets in memory whose chunks contain their own numbers.
     """
-    with suppressing(Exception):  # in any case h5py can read such datasets
+    with suppressing(Exception):  # if it fails, h5py reads such datasets
         return all(
             _reports_positions(shape, maxshape)
             for shape, maxshape in (((4, 6), (8, None)), ((4, 6, 3), (6, None, 9)))

@@ -368,7 +368,7 @@ def test_a_warning_that_is_an_error_costs_no_batch(tmp_path, options):
             file["labels"][...] += 1000
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            with pytest.raises(FileChangedWarning, match="goes on"):
+            with pytest.raises(FileChangedWarning, match="the reader continues"):
                 reader.get_next_batch()
         batch = reader.get_next_batch()
         assert batch.index[0] == 10
@@ -385,7 +385,7 @@ def test_a_helper_process_warns_too(tmp_path, workers):
         with h5py.File(path, "r+") as file:
             file["data"][...] = values(2)
             file["labels"][...] += 1000
-        with pytest.warns(FileChangedWarning, match="goes on"):
+        with pytest.warns(FileChangedWarning, match="the reader continues"):
             found = take(reader, 3 * len(reader))
         assert all(is_of(batch, 2) for batch in found[2:])
 

@@ -271,7 +271,7 @@ def test_edge_chunks_go_to_h5py_where_hdf5_does_not_tell(tmp_path, monkeypatch, 
     path = tmp_path / "a.h5"
     unfiltered_edge_chunks(path, filters)
     no_library(monkeypatch)
-    check(path, fallback="HDF5 does not answer H5Pget_chunk_opts")
+    check(path, fallback="HDF5 gives no result for H5Pget_chunk_opts")
 
 
 # --- trap 3: what looks unallocated --------------------------------------------------------------

@@ -40,17 +40,17 @@ def test_what_is_looked_at_to_say_what_is_there(path, monkeypatch, how):
         reader_of(path, data_field="misspelt")
     text = str(caught.value)
     assert 200 <= len(looked_at) <= 201
-    assert 'there is no dataset "misspelt"; the first 200 objects of the file hold "' in text
+    assert 'there is no dataset "misspelt"; the first 200 objects of the file include "' in text
     of_groups = 'path "set", and sequences=Sequences(groups="group*")'
     expected = "h5async read" if how == "one group" else of_groups
-    assert f"; there are others; try: {expected}" in text
+    assert f"; there are more; try: {expected}" in text
 
 
 def test_what_is_there_where_no_dataset_comes_early(path):
     with h5py.File(path, "w") as file:
         for number in range(300):
             file.create_group(f"group{number:03}")
-    with pytest.raises(DatasetError, match="the first 200 objects of the file are no datasets"):
+    with pytest.raises(DatasetError, match="the first 200 objects of the file include no datasets"):
         reader_of(path)
 
 

@@ -73,7 +73,7 @@ def test_names_that_are_not_utf8_elsewhere(odd_names):
     assert_same_bits(first_batch(odd_names, data_field="table/m\udcf0").data, expected[:, 0])
     assert_same_bits(first_batch(odd_names, data_field="table/b").data, expected[:, 1])
     assert_same_bits(first_batch(odd_names, data_field="t\udcff").data, np.zeros(12, "S4"))
-    with pytest.raises(DatasetError, match="read each member by itself"):
+    with pytest.raises(DatasetError, match="read each member separately"):
         reader_of(odd_names, data_field="table")
 
 

@@ -753,7 +753,7 @@ def test_a_source_that_comes_back_is_seen(tmp_path, cache):
         rows_of(whole)
     (tmp_path / "away").rename(sources[1])
     assert np.array_equal(rows_of(whole, allow_missing=True), joined(*sources))
-    with pytest.raises(ReadError, match=r"1\.h5 is there"):
+    with pytest.raises(ReadError, match=r"1\.h5 exists"):
         rows_of(index, allow_missing=True)
 
 
@@ -906,7 +906,7 @@ def test_a_given_file_follows_its_files(tmp_path, monkeypatch):
     for _ in range(2):
         assert np.array_equal(rows_of(*paths, index_cache=index), joined(*paths))
     assert indexed == ["0.h5", "1.h5", "0.h5"]
-    with pytest.raises(ReadError, match="is of other files, and would be overwritten"):
+    with pytest.raises(ReadError, match="belongs to other files, and would be overwritten"):
         rows_of(paths[1], index_cache=index)
     assert np.array_equal(rows_of(index), joined(*paths))
     saved = save(tmp_path, *paths, fields={"data": Field("data")})

@@ -531,7 +531,7 @@ def test_a_reader_of_files_that_are_rewritten(tmp_path, workers):
         with h5py.File(paths[4], "r+") as file:
             file["data"][...] = -7
         values[12:15] = -7
-        with pytest.warns(FileChangedWarning, match="was changed while a reader has it open"):
+        with pytest.warns(FileChangedWarning, match="was changed while a reader had it open"):
             found = last_of(reader, 3)  # batches that were under way have the former values
         for index, data in found:
             assert_same_bits(data, values[index])

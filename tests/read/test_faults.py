@@ -233,7 +233,7 @@ def test_a_writer_may_open_the_file_meanwhile(path):
         reader.get_next_batch()
         environment = {**os.environ, "HDF5_USE_FILE_LOCKING": "TRUE"}
         subprocess.run([sys.executable, "-c", code, path], check=True, env=environment, timeout=200)
-        with pytest.warns(FileChangedWarning, match="goes on") as caught:
+        with pytest.warns(FileChangedWarning, match="the reader continues") as caught:
             batches = [reader.get_next_batch().copy() for _ in range(2 * len(reader))]
         assert len(caught) == 1
         for batch in batches:
