@@ -49,62 +49,61 @@ _RESERVED_NAMES = frozenset(
 
 
 class StepsOptions(TypedDict, total=False):
-    """The keyword-only parameters of `Field`."""
+    """The keyword-only parameters that all kinds of fields have."""
 
     channel_dim: values.DimensionLike | None
-    """The dataset's dimension that counts channels, by number or name, for a `scale`, `offset` or
-    `normalize` per channel. None: the second delivered one; of images, their colors.
+    """The dataset's channel dimension, by number or name, for a `scale`, `offset` or `normalize`
+    per channel. None: the second delivered dimension; for images, the colors.
     """
     normalize: str | os.PathLike[str] | Statistics | Mapping[str, Any] | None
-    """Deliver ``(x - mean) / std``: the path of a file that `h5async.statistics` or `h5async stats`
-    has made, or the `Statistics`. They become `scale` and `offset`, for each channel or feature; a
-    `std` of 0 counts as 1.
+    """Deliver ``(x - mean) / std``: `Statistics` from `h5async.statistics`, or the path of a file
+    saved by these or by `h5async stats`. They become `scale` and `offset`, for each channel or
+    feature; a `std` of 0 counts as 1.
     """
     steps: str | ArrayLike | range | None
-    """Rows to deliver for each sample, counted from its own: `range(-3, 1)`, or a list; in a TOML
-    file also `"-3:1"`. A batch is then (samples, steps, ...).
+    """Rows to deliver for each sample, relative to its own row: `range(-3, 1)`, or a list; in a
+    TOML file also `"-3:1"`. A batch is then (samples, steps, ...).
     """
     pad: Literal["drop", "edge", "zero"]
-    """How to treat steps that leave the sequence. `drop`: there are no such samples. `edge`: repeat
-    its first or last row. `zero`: deliver zeros, before `scale` and `offset`.
+    """How to treat steps outside the sequence. `drop`: leave out samples with such steps. `edge`:
+    repeat the first or last row. `zero`: deliver zeros, before `scale` and `offset`.
     """
     pad_mask: values.DatasetPath | None
-    """Name of another field of the batch, which tells the steps inside the sequence: bool (samples,
-    steps).
+    """Name of an additional array of the batch: bool (samples, steps), True for steps inside the
+    sequence.
     """
     per: Per | None
-    """What has one value: each `sequence`, each `file`, or the whole `dataset`. Each sample gets
-    the value of its sequence or file; that of the dataset is in ``reader.static`` and
+    """Read one value per `sequence`, per `file`, or for the whole `dataset`. Each sample gets the
+    value of its sequence or file; the value for the dataset is in ``reader.static`` and
     ``batch.static``. The path may name an attribute: ``group@attribute``.
     """
 
 
 class PartOptions(StepsOptions, total=False):
-    """The keyword-only parameters of `Field`, which other kinds of fields have not all."""
+    """The keyword-only parameters of `Field`; other kinds of fields lack some of them."""
 
     categories: bool | Sequence[str | int] | str | None
-    """Deliver strings, or numbers, as int64 codes, whose names `reader.categories` has. True: of
-    all values, in order. A list: of these names. A path: of the names in that dataset of each file.
+    """Deliver strings or numbers as int64 codes of categories, which `reader.categories` lists.
+    True: all values, sorted. A list: these names. A path: the names in that dataset of each file.
     """
     region: values.RegionLike | None
     """The part of each row to read: a slice for each dimension, by number or by name if the file
     names its dimensions. Other dimensions are read whole.
     """
     crop: values.CropLike | None
-    """A part of each row, of the region if there is one: a number of elements for each dimension,
-    by number or name; or one number for the last two dimensions. The batch also has `NAME_crop`,
-    int64 (samples, dimensions): where each part begins.
+    """The size of a part of each row (or of its region) to read: a number of elements for each
+    dimension, by number or name; or one number for the last two dimensions. The batch also has
+    `NAME_crop`, int64 (samples, dimensions): where each part begins.
     """
     crop_at: values.CropAt
-    """Where it is. `random`: at a place drawn for each sample and epoch. `center`: in the middle.
-    """
+    """Position of the crop. `random`: drawn for each sample and epoch. `center`: in the middle."""
     crop_group: str | None
-    """Fields of one group are cropped at the same places, and flipped together; None is a group,
-    too.
+    """Fields with the same group are cropped at the same positions, and flipped together; None is
+    a group, too.
     """
     flip: values.FlipLike
-    """Reverse parts at random, half of them on average, along the last dimension of the crop; or
-    along each of some dimensions, independently.
+    """Flip crops, or whole rows, at random, half of them on average. True: along the last dimension
+    of the crop. A list: along each of these dimensions, independently.
     """
 
 
@@ -112,25 +111,25 @@ class FieldOptions(StepsOptions, total=False):
     """The parameters of `Field` except its path."""
 
     num_dim: values.SampleDimensionLike | None
-    """The dimension that counts the samples, by number, or by name if the file names its
-    dimensions; or a pair: those of sequences and of their steps.
+    """The sample dimension, by number, or by name if the file names its dimensions; or a pair: the
+    dimensions of sequences and of their steps.
     """
     axes: Sequence[values.DimensionLike] | None
     """The dataset's dimensions in the order of delivery, by number or name, the sample dimension
     first. None: the sample dimension, then the others in the file's order.
     """
     dtype: DTypeLike | None
-    """Delivered dtype, also one of PyTorch's, or `"bfloat16"` (of the package ml_dtypes; not on a
+    """Delivered dtype: NumPy's, PyTorch's, or `"bfloat16"` (from the package ml_dtypes; not on a
     GPU). None: the file's, in native byte order; float32 with a `scale` or `offset`.
     """
     scale: ArrayLike | None
     """A factor, or one per channel (see `channel_dim`), or one per element of a row."""
     offset: ArrayLike | None
-    """A number to add after scaling, or several, like `scale`."""
+    """A number to add after scaling, or one per channel or element, as for `scale`."""
     decode_cf: bool
     """Unpack the values by the dataset's own attributes (CF conventions): apply `scale_factor` and
-    `add_offset`; replace `_FillValue`, `missing_value` and values outside `valid_range` by NaN.
-    Without a `dtype`: float32 or float64, as xarray chooses. `scale` and `offset` come after that.
+    `add_offset`; replace `_FillValue`, `missing_value` and values outside `valid_range` with NaN.
+    Without a `dtype`: float32 or float64, as in xarray. `scale` and `offset` apply after that.
     """
 
 
@@ -139,9 +138,9 @@ class Field(Frozen):
     """A dataset, and how its samples are delivered.
 
     The delivered value is ``stored.astype(dtype) * scale + offset``, with the dataset's dimensions
-    in the order of `axes`. Arithmetic is done in `dtype`. Casts are NumPy's ``astype``: a float
-    outside of an integer's range is undefined. With `decode_cf`, the dataset's attributes say how
-    to unpack its values.
+    in the order of `axes`. Arithmetic is done in `dtype`. Casts are NumPy's ``astype``: the result
+    for a float outside an integer's range is undefined. With `decode_cf`, values are unpacked
+    according to the dataset's attributes.
 
     Examples
     --------
@@ -263,7 +262,7 @@ class Field(Frozen):
 
     @classmethod
     def instead_of(cls, name: str, spell: Spell) -> str:
-        """Return what to write for an unknown name: another kind of field may have it."""
+        """Return a suggestion for an unknown name; another kind of field may have it."""
         other, hint = _kind_with(name, cls), hint_for(name, list(cls.model_fields), spell)
         if other is None:
             return super().instead_of(name, spell)
@@ -274,7 +273,7 @@ class Field(Frozen):
 
     @property
     def names_axes(self) -> bool:
-        """Whether dimensions are given by name, except that of the samples."""
+        """Whether any dimension other than the sample dimension is given by name."""
         parts = [one.dimension for one in self.region or ()]
         parts += [dim for dim, _ in self.crop] if isinstance(self.crop, tuple) else []
         parts += self.flip if isinstance(self.flip, tuple) else []
@@ -287,9 +286,9 @@ class Field(Frozen):
         return np.dtype(np.float32) if self.dtype is None and self._is_scaled else self.dtype
 
     def normalized(self, name: str) -> Field:
-        """Return the field with the scale and offset that `normalize` says, if it does.
+        """Return the field with `normalize`, if set, replaced by a scale and offset.
 
-        `name` is its name. ConfigError if there are no such statistics.
+        `name` is the field's name. ConfigError if the statistics do not have it.
         """
         if self.normalize is None:
             return self
@@ -344,7 +343,7 @@ def kind_of(name: object) -> type[Field]:
 
 
 def _kind_with(option: str, chosen: type[Field]) -> str | None:
-    """Return a kind of field that has an option which the chosen one lacks, if any."""
+    """Return a kind of field that has an option, or None if the chosen one has it or none does."""
     if option in chosen.model_fields:
         return None
     return next((name for name, kind in KINDS.items() if option in kind.model_fields), None)
@@ -383,7 +382,7 @@ def _names_that_fit(fields: Mapping[str, Field]) -> Mapping[str, Field]:
 
 
 def _made_beside(name: str, field: Field) -> Iterator[tuple[str, str]]:
-    """Yield the options for which a batch has arrays beside those of a field, and their names."""
+    """Yield the options that add arrays beside the field's own to a batch, and their names."""
     if field.pad_mask is not None:
         yield "pad_mask", field.pad_mask
     if getattr(field, "pad_to", None) is not None:
@@ -397,7 +396,7 @@ def _made_beside(name: str, field: Field) -> Iterator[tuple[str, str]]:
 
 
 def check_names(names: Sequence[object]) -> None:
-    """Check names of arrays of a batch; ValueError if one is reserved, or is no string."""
+    """Raise ValueError if a name of an array of a batch is reserved, or is not a string."""
     for name in names:
         if not isinstance(name, str):
             raise ValueError(f"names of arrays must be strings, found {name!r}")

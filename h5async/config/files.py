@@ -28,7 +28,7 @@ _EXPANDERS: dict[str, Expand] = {}  # by the scheme of a name
 
 
 class Kept(NamedTuple):
-    """The folder that keeps what is read of a source; the bytes that it may take, if limited."""
+    """The folder that keeps the bytes read from a source, and its maximum size in bytes, if any."""
 
     folder: Path
     limit: int | None
@@ -37,8 +37,8 @@ class Kept(NamedTuple):
 class SourceName(str):
     """The name ``scheme://...`` of a source, with the options of the client that reads it.
 
-    The options, which may be secret, take part in no comparison, and no text shows them. `kept`
-    says where what is read is kept; None: nowhere.
+    The options may be secret: comparisons ignore them, and no text shows them. `kept` says where
+    the bytes read are kept; None: nowhere.
     """
 
     __slots__ = ("kept", "options")
@@ -64,13 +64,13 @@ class SourceName(str):
 
 
 class ObjectName(SourceName):
-    """The name of a file object of Python, which it carries. Only this process can read it."""
+    """The name of a Python file object, with the object itself. Only this process can read it."""
 
     @classmethod
     def of(cls, file: Any) -> ObjectName:
-        """Return a name for a file object, or for what `fsspec.open` returns.
+        """Return a name for a file object, or for the result of `fsspec.open`.
 
-        `ValueError` is raised if it does not read bytes at any offset.
+        Raises `ValueError` unless it is seekable and reads bytes.
         """
         if not hasattr(file, "read") and hasattr(file, "fs") and hasattr(file, "open"):
             file = file.open()
@@ -94,7 +94,7 @@ class ObjectName(SourceName):
 
 
 def expand_with(scheme: str, expand: Expand) -> None:
-    """Have `expand` find the sources that match names with a scheme; None if one is no glob."""
+    """Register the function that expands globs with a scheme; it returns None for other names."""
     _EXPANDERS[scheme] = expand
 
 
@@ -109,7 +109,7 @@ def with_options(names: Files, options: Mapping[str, Any], kept: Kept | None = N
 
 
 def scheme_of(name: FileName) -> str:
-    """Return the scheme of a name, as of ``scheme://name``; "" for the path of a local file."""
+    """Return the scheme of a name, ``scheme://name``, or "" for the path of a local file."""
     found = _SCHEME.match(name) if isinstance(name, str) else None
     return "" if found is None else found[1].lower()
 
@@ -166,7 +166,7 @@ def with_variables(text: str) -> str:
 
 
 def user_cache(name: str) -> Path | None:
-    """Return a folder of ours in the user's cache; it may not exist. None if there is no home."""
+    """Return h5async's folder of this name in the user's cache; None if there is no home folder."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):
         base = os.path.expanduser("~/.cache")
@@ -312,7 +312,7 @@ def _place(value: object) -> bool | Path:
     return path
 
 
-# (pydantic would make a plain `str` of a name that carries more.)
+# (pydantic would convert a `SourceName` to a plain `str`.)
 Files = Annotated[
     FileName | tuple[FileName, ...], WrapValidator(lambda value, _: _file_names(value))
 ]

@@ -1,4 +1,4 @@
-"""The base of all configurations: frozen, documented, with messages that name the option.
+"""Defines the base of all configurations: frozen, documented, with messages that name the option.
 
 For a name that other loaders use, a hint suggests the option, spelled as in the place where the
 name was typed: as a keyword, in a configuration file, or on the command line.
@@ -64,14 +64,14 @@ class Frozen(BaseModel):
 
     @classmethod
     def check_names(cls, names: Iterable[str], spell: Spell = as_keyword) -> None:
-        """Raise `ConfigError` unless names are options; `spell` writes those that it suggests."""
+        """Raise `ConfigError` unless names are options; `spell` formats suggested options."""
         for name in names:
             if name not in cls.model_fields:
                 raise ConfigError(f"unknown option {name!r}; {cls.instead_of(name, spell)}")
 
     @classmethod
     def instead_of(cls, name: str, spell: Spell) -> str:
-        """Return what to write for an unknown name: its meaning elsewhere, or a similar name."""
+        """Return a suggestion for an unknown name: its meaning elsewhere, or a similar name."""
         import difflib
 
         known = list(cls.model_fields)
@@ -89,7 +89,7 @@ def _absent(_: type) -> NoReturn:
     raise AttributeError
 
 
-# pydantic's deprecated method: `copy` may be the name of an option.
+# Hides pydantic's deprecated method, because `copy` may be the name of an option.
 Frozen.copy = OnAccess(_absent)  # type: ignore[assignment,method-assign]
 
 
@@ -97,9 +97,9 @@ Frozen.copy = OnAccess(_absent)  # type: ignore[assignment,method-assign]
 class Words:
     """Texts about an option: metadata of its type, which pydantic ignores.
 
-    `shell` is its meaning on the command line, if different; `default_text`, the default in words,
-    if its value does not tell; `values`, the syntax of its values, if its type does not tell:
-    ``"auto|cpu|cuda"``.
+    `shell` is its description on the command line, if different; `default_text` describes the
+    default where its value would not be clear; `values` is the syntax of its values where the type
+    would not be: ``"auto|cpu|cuda"``.
     """
 
     default_text: str = ""
@@ -110,7 +110,7 @@ class Words:
 def option(default: Any, description: str = "", **words: str) -> Any:
     """Declare an option, with its default or `REQUIRED`, and `Words`.
 
-    `description` is its meaning, unless a docstring tells; see `documented`.
+    `description` is for options without a docstring; see `documented`.
     """
     declared = Bound(default, description=description or None)
     declared.metadata.append(Words(**words))
@@ -118,9 +118,9 @@ def option(default: Any, description: str = "", **words: str) -> Any:
 
 
 def documented(*keywords: type) -> Callable[[type[Model]], type[Model]]:
-    """Add the descriptions of all options, and what is raised, to a class's docstring.
+    """Add sections with the descriptions of all options, and with errors, to a class's docstring.
 
-    They are the docstrings in `keywords`: in `TypedDict`s of the options, where editors find them.
+    The descriptions are docstrings in `keywords`: `TypedDict`s of the options, for editors.
     """
 
     def add(model: type[Model]) -> type[Model]:
@@ -136,7 +136,7 @@ def _message(error: ValidationError) -> str:
     for item in error.errors():
         names = [str(part) for part in item["loc"]]
         message = item["msg"].removeprefix("Value error, ")
-        if message.startswith("Input should "):  # pydantic's words for "must"
+        if message.startswith("Input should "):  # pydantic says this for "must"
             message = f"must {message.removeprefix('Input should ')}"
         if not names:
             lines.append(message)
@@ -156,7 +156,7 @@ def _message(error: ValidationError) -> str:
 
 
 class _Call(dict[str, Any]):
-    """Options of an object: a table in files, and a call in Python."""
+    """Options of an object, which is a table in files and a call in Python."""
 
     def __init__(self, called: str, **options: Any) -> None:
         super().__init__(options)
@@ -168,9 +168,9 @@ class _Call(dict[str, Any]):
 
 
 class _Hint(NamedTuple):
-    """A sentence instead of an unknown name; ``{}`` stands for an option with an example.
+    """A suggestion for an unknown name; ``{}`` stands for an option with an example value.
 
-    `otherwise` is the hint where the option is not known.
+    `otherwise` is the hint for configurations without that option.
     """
 
     text: str

@@ -1,8 +1,8 @@
-"""Names and describes the keywords of readers, with the types that they take.
+"""Names and describes the keywords of readers, with the types that they accept.
 
-``AsyncReader(**options: Unpack[ReaderOptions])`` tells editors and type checkers. `ReaderConfig`
-declares the same names with the types of validated values. The docstrings are all descriptions:
-those of help, of the command line and of docs/options.md.
+Editors and type checkers see them in ``AsyncReader(**options: Unpack[ReaderOptions])``.
+`ReaderConfig` declares the same names with the types of validated values. The docstrings are the
+descriptions in help, on the command line and in docs/options.md.
 """
 
 from __future__ import annotations
@@ -43,14 +43,13 @@ class ReaderOptions(TypedDict, total=False):
     """Path of the dataset with the data."""
     labels_field: DatasetPath | None
     """Path of the dataset with the labels. None (in a TOML file `""`): no labels."""
-    fields: Mapping[str, Any] | None  # of paths and fields, which mypy takes for objects
+    fields: Mapping[str, Any] | None  # paths and Fields; mypy infers `object` for a mix
     """The fields of a batch, in order, instead of `data_field` and `labels_field`: a mapping of
-    names to paths, or to `Field` values, which say how samples are delivered.
+    names to paths, or to `Field`s, which also tell how samples are delivered.
     """
     num_dim: SampleDimensionLike
-    """The dimension of the data that counts the samples, by number, or by name if the file names
-    its dimensions (`time`); or a pair (on the command line `0,1`): those of sequences and of their
-    steps.
+    """The sample dimension of the data, by number, or by name if the file names its dimensions
+    (`time`); or a pair (on the command line `0,1`): the dimensions of sequences and of their steps.
     """
     h_dim: DimensionLike | None
     """Dimension of an image's height; needs `w_dim`. The data is then delivered as (N, H, W), or
@@ -64,13 +63,13 @@ class ReaderOptions(TypedDict, total=False):
     """Samples in a batch."""
     batch_values: Integer | None
     """Fill batches with samples of ragged and sparse fields up to this number of values;
-    `batch_size`, if given, remains a limit. A sample counts the values of its longest field. With
-    `bucket`, padding counts, too: samples times the values of the longest one. A larger sample is a
-    batch of its own.
+    `batch_size`, if given, remains a limit. Of each sample, the field with the most values counts.
+    With `bucket`, padding counts, too: samples times the values of the longest one. A sample above
+    the limit is a batch of its own.
     """
     bucket: Integer | None
     """Group ragged or sparse samples of similar length, to reduce padding: sort samples by length
-    within windows of this number of batches, and shuffle these batches, if samples are shuffled.
+    within windows of this number of batches, and shuffle these batches if samples are shuffled.
     """
     shuffle: bool | Literal["full", "window"]
     """The order of the samples. False (on the command line `none`): as in the file. `full`, or
@@ -94,16 +93,16 @@ class ReaderOptions(TypedDict, total=False):
     `balanced:NAME`, all values of that field or dataset; or a mapping of files to numbers.
     """
     epoch_samples: Integer | None
-    """The number of samples in an epoch. Epochs go on where the one before has ended, in one order
-    after another of all samples, so that they cover the dataset one by one. With `weights`, they
-    are drawn; with a `sampler`, it is the maximum number of samples taken from it.
+    """The number of samples in an epoch. Each epoch continues where the previous one ended, in one
+    pass after another over all samples, so that successive epochs cover the dataset. With
+    `weights`, this many are drawn; with a `sampler`, it is the maximum number taken from it.
     """
     sequences: Sequences | Mapping[str, Any] | None
     """The sequences that steps never leave: `Sequences`, or a mapping of its parameters."""
     sampler: Iterable[Any] | None
-    """An order of your own: an iterable of sample numbers, or of lists of them, which are the
-    batches, such as PyTorch's samplers. Each epoch iterates it again, after calling its
-    `set_epoch(epoch)`, if it has one. Each process has its own.
+    """An order of your own: an iterable of sample numbers, or of lists of them (the batches), such
+    as PyTorch's samplers. Each epoch iterates over it anew, after calling its `set_epoch(epoch)` if
+    it has one. Each process has its own.
     """
     drop_last: bool
     """Leave out the last batch of an epoch if it is short."""
@@ -113,12 +112,12 @@ class ReaderOptions(TypedDict, total=False):
     """
     workers: Literal["thread", "process"] | Integer
     """Where the threads run. `thread`: in this process. `process`: in one helper process. A number,
-    at most 256: in that many helper processes, which fill slots side by side and share
+    at most 256: in that many helper processes, which fill slots in parallel and share
     `num_threads`, for a `postprocess` that holds the GIL.
     """
     prefetch: Integer
-    """Slots for batches, allocated once; 2 is double buffering. Several helper processes need more:
-    each fills one while another one waits for it, and the loop holds one.
+    """Number of slots for batches, allocated once; 2 is double buffering. Several helper processes
+    need more: each fills one slot while another one waits, and the loop holds one.
     """
     device: str
     """Where batches are delivered. `cpu`: as NumPy arrays. `cuda`, or `cuda:1`: as CuPy arrays on a
@@ -131,19 +130,19 @@ class ReaderOptions(TypedDict, total=False):
     postprocess: Callable[..., Any] | str | None
     """A function, or `module:function`, that workers call as `f(*arrays)` with the host arrays of a
     batch. It returns the same number of arrays, each with the same number of rows, or None if it
-    changed the arrays in place; or a mapping of names to arrays, which the batch then has.
+    changed the arrays in place; or a mapping of names to arrays, which replace the fields.
     """
     postprocess_fields: Sequence[str] | None
-    """Names of the arrays that `postprocess` returns, in order, if these are not the fields."""
+    """Names of the arrays that `postprocess` returns, in order, if they differ from the fields."""
     on_error: Literal["raise", "skip"]
-    """What becomes of samples and files that are damaged, and of files that are missing. `raise`:
-    the reader raises an error. `skip`: such samples are left out of their batches, and such files
-    out of the dataset; `reader.skipped` lists them.
+    """How to treat damaged samples, and damaged or missing files. `raise`: raise an error. `skip`:
+    leave such samples out of their batches, and such files out of the dataset; `reader.skipped`
+    lists them.
     """
     max_skipped: Integer | float | None
-    """With `on_error=skip`: the maximum number of samples of an epoch that are left out, or their
-    maximum share, a float up to 1.0; of each rank's part. Beyond it, the reader raises an error.
-    Files do not count.
+    """With `on_error=skip`: the maximum number of samples of each rank's part of an epoch that may
+    be skipped, or their maximum share, a float up to 1.0. Beyond it, the reader raises an error.
+    Skipped files do not count.
     """
     timeout: float | None
     """Maximum seconds that `get_next_batch()` waits, up to 1,000,000,000."""
@@ -158,13 +157,11 @@ class ReaderOptions(TypedDict, total=False):
     """
     cache: Literal["host", "device", "disk"] | None
     """What to keep for later epochs. `host`, `device`: all rows, in the memory of the host or of
-    the GPU. `disk`: what was read of files that lie far away, in object stores, on the web or on
-    slow file systems, in files that all processes of a node share, and that later readers use
-    again.
+    the GPU. `disk`: the bytes read from object stores, the web or slow file systems, in files that
+    all processes of a node share, and that later readers reuse.
     """
     cache_bytes: SizeLike | None
-    """Maximum memory for the cache; with `cache=disk`, maximum size of all that is kept in its
-    folder.
+    """Maximum memory for the cache; with `cache=disk`, maximum size of the contents of its folder.
     """
     cache_dir: FilePath | None
     """The folder for `cache=disk`: on a local disk, or in memory (`/dev/shm`)."""
@@ -175,7 +172,7 @@ class ReaderOptions(TypedDict, total=False):
     copy: bool
     """Deliver batches that own their memory and stay valid, as `batch.copy()` does."""
     rank: Integer | None
-    """The number of this process among `world_size`."""
+    """The rank of this process: 0 to `world_size` - 1."""
     world_size: Integer | None
     """The number of processes that share each epoch."""
     io: Literal["auto", "pread", "map"]
@@ -183,19 +180,19 @@ class ReaderOptions(TypedDict, total=False):
     local file systems.
     """
     allow_external: FilePath | Sequence[FilePath]
-    """A file may refer to other files beside it, and below these folders."""
+    """Folders: a file may refer to files in or below these, and in or below its own folder."""
     allow_missing: bool
     """Fill missing parts of a virtual dataset with its fill value, instead of raising an error."""
     storage_options: Mapping[str, Any] | None
-    """Options of the client that reads object stores and the web, such as `aws_region`,
+    """Options of the client for object stores and the web (obstore), such as `aws_region`,
     `aws_endpoint`, `google_service_account` and `azure_storage_account_name`, and the tables
-    `client_options` and `retry_config`: those of obstore. Credentials that are not given are found
-    as the cloud's own tools find them.
+    `client_options` and `retry_config`. Credentials that are not given are found as the cloud's own
+    tools find them.
     """
     requests_in_flight: Integer
     """Maximum number of requests to object stores and the web at a time."""
     fetch_bytes: SizeLike
-    """Maximum memory for bytes that were fetched from object stores and the web, and not yet used.
+    """Maximum memory for bytes fetched from object stores and the web, but not yet used.
     """
     index_cache: bool | FilePath
     """Where to keep the index of the files, so that later readers open faster. True (on the command

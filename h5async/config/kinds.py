@@ -23,8 +23,8 @@ class RaggedFieldOptions(FieldOptions, total=False):
     """The parameters of `RaggedField` except its path."""
 
     offsets: DatasetPath | None
-    """Path of the dataset that tells where samples begin, if the values have no variable-length
-    datatype.
+    """Path of the dataset that tells where samples begin; needed unless the values have a
+    variable-length datatype.
     """
     offsets_kind: Literal["offsets", "ends", "lengths"]
     """Contents of that dataset. `offsets`: where each sample begins and, as one more number, where
@@ -37,10 +37,10 @@ class RaggedFieldOptions(FieldOptions, total=False):
     of the sample.
     """
     pack: Integer | None
-    """Join the stored samples (documents) of each file, one behind the other, to windows of this
-    size, which are the samples then, delivered as an array (samples, pack, ...); the last one of a
-    file ends with zeros. The batch also has `NAME_documents`, int64, and `NAME_positions`, int32:
-    the document of each value, and its place in that, or -1. This needs `offsets`.
+    """Concatenate the stored samples (documents) of each file, and cut them into windows of this
+    size, which become the samples: an array (samples, pack, ...). The last window of a file ends
+    with zeros. The batch also has `NAME_documents`, int64, and `NAME_positions`, int32: the
+    document of each value, and its position there, or -1. This needs `offsets`.
     """
 
 
@@ -208,10 +208,10 @@ class AudioFieldOptions(RaggedFieldOptions, total=False):
     sample_rate: Integer | None
     """The sample rate in Hz that each recording must have. None: any. Nothing is resampled."""
     frames: Integer | None
-    """The most frames to deliver of each recording. None: all of them."""
+    """The maximum number of frames to deliver of each recording. None: all of them."""
     crop: Literal["start", "random"]
-    """The part of a longer recording to deliver. `start`: its first frames. `random`: any other,
-    which seed, epoch and sample determine.
+    """The part of a longer recording to deliver. `start`: its first frames. `random`: a random
+    part, determined by seed, epoch and sample.
     """
     dense: bool
     """Deliver an array (samples, frames), or (samples, frames, channels), instead of `Ragged`:
@@ -221,11 +221,11 @@ class AudioFieldOptions(RaggedFieldOptions, total=False):
 
 @documented(AudioFieldOptions)
 class AudioField(RaggedField):
-    """Encoded audio (WAV, FLAC, OGG and what else libsndfile reads), delivered as `Ragged` frames.
+    """Encoded audio (WAV, FLAC, OGG and others of libsndfile), delivered as `Ragged` frames.
 
     The bytes of a recording are an element of a variable-length dataset, or flat values with
-    `offsets`. `dtype` is float32 (the default), float64, int16 or int32, as soundfile converts
-    them.
+    `offsets`. `dtype` is float32 (the default), float64, int16 or int32, with soundfile's
+    conversions.
 
     Examples
     --------
@@ -286,8 +286,8 @@ class SparseFieldOptions(FieldOptions, total=False):
     `offset` is added everywhere, even if no value is stored.
     """
     columns: ArrayLike | Sequence[str] | None
-    """The columns to deliver, in this order: their numbers, a mask, or names, which are looked up
-    in each file in `var/_index`; in a file of 10x Genomics, names or ids of `features`.
+    """The columns to deliver, in this order: their numbers, a mask, or names, which each file has
+    in `var/_index`; in a file of 10x Genomics, names or ids of `features`.
     """
     missing: Literal["zero", "error"]
     """How to treat a column, chosen by name, that a file lacks. `zero`: it is 0 there, if another
@@ -383,7 +383,7 @@ def _require_no_steps(field: Field) -> None:
 
 
 def _require_first_dimension(field: Field) -> None:
-    for name in ("region", "crop_group", "crop", "flip"):  # those of images are their own
+    for name in ("region", "crop_group", "crop", "flip"):  # images and audio have their own
         is_own = name in ("crop", "flip") and isinstance(field, ImageField | AudioField)
         if getattr(field, name) and not is_own:
             raise ValueError(f"{name} is for fields whose samples have one shape; leave it out")

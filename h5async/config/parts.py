@@ -51,7 +51,7 @@ class SplitOptions(TypedDict, total=False):
     """The keyword parameters of `Split`."""
 
     seed: Integer
-    """Another seed makes other parts."""
+    """Another seed gives other parts."""
     by: DatasetPath | None
     """Name of a field, or path of a dataset: samples with the same value stay together."""
     stratify: DatasetPath | None
@@ -208,10 +208,10 @@ class SequencesOptions(TypedDict, total=False):
 
     groups: DatasetPath | None
     """A pattern of groups, such as `data/demo_*`: each matching group is a sequence, in natural
-    order (`demo_2` before `demo_10`), and the paths of fields begin there.
+    order (`demo_2` before `demo_10`), and the paths of fields are relative to it.
     """
     only: DatasetPath | None
-    """With `groups`: path of a dataset of names; other groups are left out."""
+    """With `groups`: path of a dataset of names of groups; others are left out."""
     ends: DatasetPath | None
     """Path of a dataset: for each sequence, one past its last row."""
     starts: DatasetPath | None
@@ -221,7 +221,7 @@ class SequencesOptions(TypedDict, total=False):
     ids: DatasetPath | None
     """Path of a dataset with a value per row; a sequence ends where it changes."""
     last: DatasetPath | Sequence[DatasetPath] | None
-    """Path of a dataset with a bool per row, or several: a row for which one of them is true is the
+    """Path of a dataset with a bool per row, or several: a row where any of them is true is the
     last of its sequence. Rows after the last such row are a sequence, too.
     """
     across: Literal["files"] | None
@@ -232,8 +232,8 @@ class SequencesOptions(TypedDict, total=False):
     """Use only every n-th row of a sequence as a sample, from its first one on."""
     offset: Integer | Literal["random"]
     """With `every`: the first row of a sequence that is a sample. `random`: each epoch, all samples
-    of a sequence move by a number of rows below `every`, which is drawn from seed and epoch; those
-    that would leave it begin anew at its start.
+    of a sequence are shifted by a number of rows below `every`, drawn from seed and epoch; those
+    shifted beyond its end continue at its start.
     """
 
 
@@ -242,7 +242,7 @@ class Sequences(Frozen):
     """The sequences of a dataset: episodes, trajectories, recordings. Steps never leave them.
 
     One of `groups`, `ends`, `starts`, `lengths`, `ids`, `last` and `across` defines the sequences;
-    without any, each file is one. The paths are of datasets that each file has.
+    without any, each file is one. The paths are those of datasets in each file.
 
     Examples
     --------
@@ -293,7 +293,7 @@ class Sequences(Frozen):
 
     @property
     def is_drawn(self) -> bool:
-        """Whether each epoch has other samples."""
+        """Whether epochs have different samples."""
         return self.offset == "random"
 
     @property

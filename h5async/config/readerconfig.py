@@ -161,9 +161,9 @@ class ReaderConfig(Frozen):
     @model_validator(mode="after")
     def _check(self) -> ReaderConfig:
         if "prefetch" not in self.model_fields_set and self.num_helpers > 1:
-            # Each fills one slot while another one waits, and the loop holds one. Measured: with
-            # one per helper and the loop's, two helpers are 1.2 times as fast as one, not 2 times.
-            # (`model_fields_set` stays as it is.)
+            # Each helper fills one slot while another one waits, and the loop holds one. Measured:
+            # with one slot per helper and the loop's, two helpers are 1.2 times as fast as one, not
+            # twice. (`model_fields_set` stays as it is.)
             self.__dict__["prefetch"] = 2 * self.num_helpers + 1
         if self.workers != "thread" and any(isinstance(one, ObjectName) for one in self._paths):
             raise ValueError(
@@ -402,7 +402,7 @@ class ReaderConfig(Frozen):
 
     @property
     def batch_fields(self) -> dict[str, Field]:
-        """The fields of a batch, by name, in order, with `data_field` and the like resolved."""
+        """The fields of a batch, by name, in order; those of `data_field` and the like included."""
         if self.fields is not None:
             return {name: one for name, one in self.fields.items() if one.per != "dataset"}
         axes: tuple[int | str, ...] | None = None
@@ -418,7 +418,7 @@ class ReaderConfig(Frozen):
 
     @property
     def static_fields(self) -> dict[str, Field]:
-        """The fields that the whole dataset has once, by name."""
+        """The fields with one value for the whole dataset, by name."""
         return {n: one for n, one in (self.fields or {}).items() if one.per == "dataset"}
 
     @property
@@ -431,7 +431,7 @@ class ReaderConfig(Frozen):
 
     @property
     def kept(self) -> Kept | None:
-        """Where what is fetched is kept, with `cache="disk"`."""
+        """Where fetched bytes are kept with `cache="disk"`; otherwise None."""
         if self.cache != "disk":
             return None
         folder = self.cache_dir or user_cache("mirrors")

@@ -1,4 +1,4 @@
-"""Defines `Statistics`: numbers about the values of fields, and the files that hold them.
+"""Defines `Statistics` of the values of fields, and the files that hold them.
 
 `h5async.measure` computes them; `Field(normalize=...)` takes them.
 """
@@ -26,7 +26,7 @@ _SCHEMA = "h5async statistics 1"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FieldStatistics:
-    """Numbers about the values of one field, as `Statistics` holds them.
+    """Statistics of the values of one field: an item of `Statistics`.
 
     Arrays have the shape () if `per` is None, (channels,) if it is ``"channel"``, and that of a row
     if it is ``"feature"``. Where there are no values, `mean` and the like are NaN.
@@ -37,21 +37,21 @@ class FieldStatistics:
         The dataset's path, the dtype of the values, how they were grouped, and the number of the
         dataset's dimension that counts channels, for ``per="channel"``.
     count, nan, fill
-        int64: how many values there are except NaN; how many are NaN; how many equal the dataset's
-        fill value (None if the field's options change values).
+        int64: the number of values except NaN; of NaN; of values equal to the dataset's fill value
+        (None if the field's options change values).
     mean, std, min, max
         float64. `std` divides by the count, as `numpy.std` does. Integers above 2**53 are rounded.
     quantiles
-        float64, by the share of values below: ``quantiles["0.5"]`` is the median. None if the
-        groups are more than 1,024, or rows are sparse.
+        float64, by the share of values below: ``quantiles["0.5"]`` is the median. None for more
+        than 1,024 groups, or sparse rows.
     quantile_error
         With a probability of 0.99, a quantile q lies between those of q - error and q + error; 0
         means that all values were sorted.
     frequencies
-        Of fields with one integer, string or category per sample: how often each occurs, by its
-        text. None for other fields, or with more than 65,536 different ones.
+        For fields with one integer, string or category per sample: the number of occurrences of
+        each, by its text. None for other fields, or with more than 65,536 distinct values.
     lengths
-        Of ragged fields: the count, mean, std, min and max of their lengths.
+        For ragged fields: the count, mean, std, min and max of their lengths.
 
     Examples
     --------
@@ -95,7 +95,7 @@ class FieldStatistics:
         return scale, -self.mean * scale
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the numbers as lists, without those that are None; NaN is None."""
+        """Return the numbers as lists, without those that are None; NaN and infinities are text."""
         found: dict[str, Any] = {"path": self.path, "dtype": self.dtype}
         for name in (one.name for one in fields(self)):
             value = getattr(self, name)
@@ -109,7 +109,7 @@ class FieldStatistics:
 
     @classmethod
     def of_dict(cls, values: Mapping[str, Any]) -> FieldStatistics:
-        """Return what `as_dict` made; TypeError or ValueError if it did not."""
+        """Restore the result of `as_dict`; TypeError or ValueError if it is not one."""
         found = dict(values)
         for names, dtype in ((cls._counts, np.int64), (cls._numbers, np.float64)):
             for name in set(found).intersection(names):
@@ -129,7 +129,7 @@ class Statistics(Mapping[str, FieldStatistics]):
     fields
         The statistics of each field.
     files, num_samples
-        What was read: the names of the files, and the number of samples.
+        The names of the files that were read, and the number of samples.
 
     Examples
     --------
@@ -166,7 +166,7 @@ class Statistics(Mapping[str, FieldStatistics]):
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what `save` writes."""
+        """Return the content of the file that `save` writes."""
         return {
             "schema": _SCHEMA,
             "files": list(self.files),
@@ -176,7 +176,7 @@ class Statistics(Mapping[str, FieldStatistics]):
 
     @classmethod
     def of_dict(cls, values: Mapping[str, Any]) -> Statistics:
-        """Return what `as_dict` made; ConfigError if it did not."""
+        """Restore the result of `as_dict`; ConfigError if it is not one."""
         if values.get("schema") != _SCHEMA:
             raise ConfigError(f'no statistics: the schema is not "{_SCHEMA}"')
         try:
@@ -188,7 +188,7 @@ class Statistics(Mapping[str, FieldStatistics]):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a file that `Field(normalize=...)` takes: TOML if it ends in .toml, else JSON.
 
-        H5AsyncError if it cannot be written, or is an HDF5 file, which is not replaced.
+        H5AsyncError if it cannot be written, or would replace an HDF5 file.
         """
         path = Path(path)
         import h5py
@@ -203,7 +203,7 @@ class Statistics(Mapping[str, FieldStatistics]):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Statistics:
-        """Read a file that `save` has written; ConfigError if it is not one."""
+        """Read a file that `save` wrote; ConfigError if it is not one."""
         try:
             return cls.of_dict(load_file(Path(path)))
         except ConfigError as error:
@@ -211,7 +211,7 @@ class Statistics(Mapping[str, FieldStatistics]):
 
 
 def _listed(array: NDArray[Any]) -> Any:
-    """Return an array as lists; what JSON lacks is text, which NumPy converts back."""
+    """Return an array as lists, with NaN and infinities as text, which NumPy converts back."""
     if np.isfinite(array).all():
         return array.tolist()
     if array.ndim:

@@ -1,7 +1,7 @@
-"""Checks option values of types that pydantic lacks, or takes too widely or narrowly.
+"""Checks option values of types that pydantic lacks, or validates too loosely or strictly.
 
-Each check raises `ValueError` that says what a value must be; `frozen` adds the option's name and
-the value.
+Each check raises a `ValueError` with the requirement; `frozen` adds the option's name and the
+value.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def shown(value: object) -> str:
 
 
 def _worded(message: str) -> WrapValidator:
-    """Replace pydantic's messages, which list each type that it has tried."""
+    """Replace pydantic's messages, which list every type that it tried."""
 
     def check(value: object, handler: ValidatorFunctionWrapHandler) -> object:
         try:
@@ -75,7 +75,7 @@ def integer(value: object) -> object:
 
 
 def dimension(value: object) -> object:
-    """Convert NumPy integers; take names that are not empty."""
+    """Convert NumPy integers; accept names that are not empty."""
     if isinstance(value, str):
         if not value:
             raise ValueError("the name of a dimension is empty")
@@ -84,7 +84,7 @@ def dimension(value: object) -> object:
 
 
 def _sample_dimension(value: object) -> object:
-    """Take a number or a name, or a pair of them, also as typed: ``0,1``."""
+    """Accept a number or a name, or a pair of them, also as typed: ``0,1``."""
     if isinstance(value, str) and re.fullmatch(r"-?\d+(, *-?\d+)?", value):
         value = tuple(map(int, value.split(","))) if "," in value else int(value)
     several = _several(value)
@@ -132,7 +132,7 @@ def _nbytes(value: object) -> object:
 
 
 def _share(value: object) -> object:
-    """Take a number of samples, or a share of them, also as typed."""
+    """Accept a number of samples, or a share of them, also as typed."""
     words = "must be a number of samples, such as 100, or a share of them, such as 0.01"
     if isinstance(value, str) and re.fullmatch(r"\d+(\.\d*)?|\.\d+", value):
         value = float(value) if "." in value else int(value)
@@ -145,7 +145,7 @@ def _share(value: object) -> object:
 
 
 def _dtype(value: object) -> np.dtype[Any] | None:
-    """Take what NumPy takes, PyTorch's dtypes, also by name, and bfloat16."""
+    """Accept dtypes of NumPy, and of PyTorch, also by name, and bfloat16."""
     if value is None:
         return None
     if isinstance(value, str) or type(value).__module__ == "torch":
@@ -163,12 +163,12 @@ def _dtype(value: object) -> np.dtype[Any] | None:
 
 
 def is_float(dtype: np.dtype[Any]) -> bool:
-    """Tell whether a dtype is one of real floats, bfloat16 included."""
+    """Tell whether a dtype is a real floating-point one, including bfloat16."""
     return dtype.kind == "f" or dtype.name == "bfloat16"
 
 
 def _dataset_path(value: object) -> str:
-    """Take any path that HDF5 may hold: h5py gives those that are not UTF-8 as bytes."""
+    """Accept any path that HDF5 allows; h5py returns those that are not UTF-8 as bytes."""
     if not isinstance(value, str | bytes):
         raise ValueError("must be a string")
     if not value:
@@ -232,7 +232,7 @@ def _several(value: object) -> object:
 
 
 def _storage_options(value: object) -> Mapping[str, Any]:
-    """Take a mapping of names to values; errors do not show these, which may be secret."""
+    """Accept a mapping of names to values; errors do not show the values, which may be secret."""
     if value is None:
         return {}
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
@@ -286,22 +286,22 @@ def _import_path(value: object) -> object:
 
 
 def plain(value: object) -> object:
-    """Return a value as JSON can hold it."""
+    """Return a value as text, for JSON."""
     return os.fspath(value) if isinstance(value, os.PathLike) else str(value)
 
 
-# What is taken, for type checkers.
+# Accepted types, for type checkers.
 DatasetPath: TypeAlias = str | bytes
 Integer: TypeAlias = int | SupportsIndex  # NumPy's, too
 DimensionLike: TypeAlias = Integer | str
 SampleDimensionLike: TypeAlias = DimensionLike | Sequence[DimensionLike]
 
-# Bounds come before the check: pydantic makes no JSON schema of bounds around it.
+# Bounds come before the validator: pydantic makes no JSON schema of bounds around it.
 _AsInteger = BeforeValidator(integer)
 Int = Annotated[int, Bound(strict=True), _AsInteger]
 Natural = Annotated[int, Bound(strict=True, ge=0), _AsInteger]
 Positive = Annotated[int, Bound(strict=True, ge=1), _AsInteger]
-# Several per core of the largest machines; thousands take seconds to start and to end.
+# Several per core of the largest machines; thousands take seconds to start and stop.
 MOST_THREADS = 1024
 WorldSize = Annotated[int, Bound(strict=True, ge=1, le=MAX_WORLD_SIZE), _AsInteger]
 Threads = Annotated[int, Bound(strict=True, ge=0, le=MOST_THREADS), _AsInteger]
@@ -355,13 +355,13 @@ Names = Annotated[
 ]
 # TOML has no null: "" means none.
 NameOrEmpty = Annotated[Name | None, BeforeValidator(lambda it: None if it in ("", b"") else it)]
-# Neither shown nor saved: secrets may be among them.
+# Neither shown nor saved, because they may be secret.
 StorageOptions = Annotated[
     Mapping[str, Any], PlainValidator(_storage_options), Bound(repr=False, exclude=True)
 ]
 Cache = Annotated[Literal["host", "device", "disk"] | None, BeforeValidator(lambda it: it or None)]
 
-# --- parts of rows: a region, a crop, and what is flipped ---------------------------------------
+# --- parts of rows: regions, crops and flips -----------------------------------------------------
 
 _REGION_WORDS = (
     'must map dimensions to slices, such as {"lat": slice(100, 356)}, or "100:356" in a file;'
@@ -370,7 +370,7 @@ _REGION_WORDS = (
 _CROP_WORDS = 'must be a number of elements, or map dimensions to numbers, such as {"lat": 64}'
 _FLIP_WORDS = "must be False, True, or a list of dimensions of the crop"
 
-# What is taken, for type checkers.
+# Accepted types, for type checkers.
 RegionLike: TypeAlias = Mapping[DimensionLike, slice | str]
 CropLike: TypeAlias = Integer | Mapping[DimensionLike, Integer]
 FlipLike: TypeAlias = bool | Sequence[DimensionLike]
@@ -392,7 +392,7 @@ class Bounds(NamedTuple):
 
 
 def _dimension(value: object, words: str) -> int | str:
-    """Take a number or a name; files of options have numbers as text."""
+    """Accept a number or a name; in files of options, numbers are text."""
     if isinstance(value, str) and re.fullmatch(r"-?\d+", value):
         value = int(value)
     found = dimension(value)
@@ -402,12 +402,12 @@ def _dimension(value: object, words: str) -> int | str:
 
 
 def _is_copy(value: object) -> TypeGuard[tuple[Any, ...]]:
-    """Tell whether a value was taken before: it is of an option that is copied."""
+    """Tell whether a value is already validated, because its option is being copied."""
     return isinstance(value, tuple) and all(isinstance(one, tuple) for one in value)
 
 
 def slice_of(text: str) -> slice | None:
-    """Return the slice in a text such as ``"100:200"``; None if it is none."""
+    """Return the slice that a text such as ``"100:200"`` denotes, or None."""
     if not _SLICE.fullmatch(text):
         return None
     return slice(*(int(end) if end else None for end in text.split(":")))

@@ -1,7 +1,7 @@
-"""Lists the kinds of fields, and makes delivered values of the arrays of a slot.
+"""Lists the kinds of fields, and turns the arrays of a slot into delivered values.
 
-A field is one dataset, its *column*, or several: a sparse matrix has values and indices. Arrays of
-columns enter as they lie in a slot; arrays of fields leave: `Ragged`, `Csr`, or plain ones.
+A field reads one dataset, its *column*, or several: a sparse matrix has values and indices. The
+columns of a slot enter; fields leave, as `Ragged`, `Csr`, or plain arrays.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 KINDS: tuple[type[FieldKind], ...] = (FieldKind, RaggedKind, SparseKind, ImageKind, AudioKind)
 _BY_OPTIONS = {kind.of: kind for kind in KINDS}
-# What is found at the path of a plain field -> its options.
+# The kind of object found at a plain field's path -> the class of options for it.
 FOUND_AS = {kind.found_as: kind.of for kind in KINDS if kind.found_as}
 
 
@@ -51,10 +51,10 @@ def field_kinds(fields: Mapping[str, Field]) -> dict[str, FieldKind]:
 class SlotMemory(NamedTuple):
     """The host arrays of a slot, one of each kind per column.
 
-    `raw`, (batch, *raw_row), are rows as read; `out`, (batch, *row), are rows as delivered: the
-    array of `raw` itself if the filler transforms nothing. `made` are, per field, if there are any,
-    plain arrays (batch, ...) made of samples of differing lengths; in helper processes also uint8
-    memory for what is decoded; None if nothing is made, or if it gets memory of its own.
+    `raw`, (batch, *raw_row), holds rows as read; `out`, (batch, *row), rows as delivered: the same
+    array as in `raw` if the filler does not transform it. `made`, if not empty, holds per field a
+    plain array (batch, ...) made from samples of differing lengths, or, in helper processes, uint8
+    memory for decoded samples; None if the field has neither, or allocates it elsewhere.
     """
 
     raw: tuple[NDArray[Any], ...]
@@ -79,9 +79,9 @@ def by_field(columns: Mapping[str, T], join: Callable[[T, T], T]) -> dict[str, T
 def spans_of(
     layouts: Mapping[str, DatasetLayout], steps: Mapping[str, StepRows | None]
 ) -> dict[str, SpanRows]:
-    """Return which rows each sample is, per column of ragged fields; one object per field.
+    """Return the rows of each sample, per column of ragged fields; one object per field.
 
-    `steps` says, per field, which samples' rows each sample consists of; None means its own.
+    `steps` are, per field, the samples whose rows make up each sample; None means its own.
     """
     found: dict[str, SpanRows] = {}
     for name, layout in layouts.items():
@@ -102,7 +102,7 @@ def outlines_of(
     transforms: Mapping[str, RowTransform],
     can_transform: CanTransform,
 ) -> tuple[Outline, ...]:
-    """Return how each field is assembled; parameters as of `FieldKind.outline`, by column."""
+    """Return the outline of each field; parameters as for `FieldKind.outline`, by column."""
     numbers = {name: number for number, name in enumerate(transforms)}
     found = []
     for kind in kinds.values():
@@ -112,18 +112,17 @@ def outlines_of(
 
 
 def names_of(kinds: Mapping[str, FieldKind]) -> tuple[str, ...]:
-    """Return the names of all arrays that are made of a slot: of fields, and then further ones."""
+    """Return the names of all arrays of a batch: those of fields, then further ones."""
     return (*kinds, *(name for kind in kinds.values() for name in kind.further))
 
 
 class Assembly:
     """Turns the arrays of columns into delivered values. Thread-safe.
 
-    `rows` says, per column, which rows each sample consists of; `first_samples`, int64
-    (files + 1,), are the first ones of each file. If it `is_plain`, each field is one array with a
-    row per sample, as it lies in the slot; if it `needs_work`, more than views must be made; if it
-    `is_view`, views are all that is made, and cannot fail. `names` are those of all arrays, if some
-    are not those of fields.
+    `rows` are, per column, the rows of each sample; `first_samples`, int64 (files + 1,), the first
+    sample of each file. `is_plain`: each field is one array of the slot, with a row per sample.
+    `needs_work`: more than views must be made. `is_view`: only views are made, which cannot fail.
+    `names` has the names of all arrays if there are others than the fields, and is empty otherwise.
     """
 
     def __init__(
@@ -142,9 +141,7 @@ class Assembly:
         shares_runs = any(isinstance(one, StepSpans) for one in rows)
         self.is_view = not shares_runs and all(kind.is_view for kind in self._kinds)
         names = names_of(kinds)
-        self.names = (
-            names if len(names) > len(kinds) else ()
-        )  # those of the fields need not be told
+        self.names = names if len(names) > len(kinds) else ()
 
     def sizes(self, index: NDArray[np.int64]) -> list[int]:
         """Return, per column, the number of rows of a batch in the slot's arrays."""
@@ -157,9 +154,9 @@ class Assembly:
     def views(
         self, memory: SlotMemory, offsets: Mapping[int, NDArray[np.int64]]
     ) -> tuple[tuple[Any, ...], ...] | None:
-        """Return `FieldKind.views` of the fields of a slot; None if there are none of some.
+        """Return `FieldKind.views` of all fields of a slot; None if a field has none.
 
-        `offsets` are where samples of ragged fields begin, by their first column.
+        `offsets` are those of ragged fields, by the number of their first column.
         """
         pairs = zip(self._kinds, self._columns, strict=True)
         found = [kind.views(memory.out[own], offsets.get(own.start)) for kind, own in pairs]
@@ -176,7 +173,7 @@ class Assembly:
     ) -> tuple[Any, ...]:
         """Return the arrays of a batch, of fields and then further ones; views if possible.
 
-        A device pads the fields `left`, or makes them dense. If `are_checked`, the core has read
+        Fields in `left` are padded, or made dense, by a device. `are_checked`: the core has read
         the whole batch, and has checked indices that have a limit. DatasetError if an index of a
         sparse row is not a column, or a code is not a category.
         """

@@ -1,6 +1,7 @@
-"""Defines the kind of fields that are encoded audio: their frames are decoded by libsndfile.
+"""Defines the kind of audio fields, whose frames libsndfile decodes.
 
-Encoded recordings enter, as `Ragged` bytes; `Ragged` frames leave, or an array of equal parts.
+Encoded recordings enter, as `Ragged` bytes; `Ragged` frames leave, or an array of parts of one
+length.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from h5async.samples.fieldkind import (
 from h5async.samples.ragged import Ragged
 from h5async.system.interruptions import suppressing
 
-_MIXED_NBYTES = 1 << 20  # of several channels, decoded at a time
-_UNKNOWN = (1 << 63) - 1  # what libsndfile says of a FLAC that was written to a pipe
+_MIXED_NBYTES = 1 << 20  # decoded at a time to average channels
+_UNKNOWN = (1 << 63) - 1  # frames, according to libsndfile, of a FLAC written to a pipe
 
 
 class AudioKind(EncodedKind):
@@ -63,7 +64,7 @@ class _AudioDecoder(FieldDecoder):
         self._soundfile: Any = soundfile
         self._field = field
         self.is_random = field.crop == "random"
-        # Of a frame: one channel has no dimension of its own, as of soundfile.
+        # The shape of a frame: a single channel has no dimension, as in soundfile.
         self._frame = () if field.channels == 1 else (field.channels,)
 
     def begin(self, batch: EncodedBatch) -> tuple[Any, list[DecodingWork]]:
@@ -98,14 +99,14 @@ class _AudioDecoder(FieldDecoder):
         return Ragged(values, np.array(ends, np.int64))
 
     def _opened(self, data: NDArray[Any], sample: np.int64, batch: EncodedBatch) -> Any:
-        """Do the same for a batch; None if the recording was refused."""
+        """Open a recording of a batch; None if it was refused."""
         try:
             return self._open(data, int(sample))
         except DamagedError as error:
             return batch.refuse(error)
 
     def _open(self, data: NDArray[Any], sample: int) -> Any:
-        """Open a recording; `ReadError` if it is none, or not of the kind that the field says."""
+        """Open a recording; `ReadError` if it is invalid, or does not match the field's options."""
         try:
             file = self._soundfile.SoundFile(_Bytes(data.tobytes()))
         except self._soundfile.SoundFileError as error:
@@ -132,10 +133,10 @@ class _AudioDecoder(FieldDecoder):
         return int(file.frames if frames is None else min(frames, file.frames))
 
     def _decode(self, source: Any, out: NDArray[Any], sample: int, start: float) -> bool:
-        """Decode a part of a recording to `out`, which ends with zeros if that is longer.
+        """Decode a part of a recording into `out`, padded with zeros.
 
-        `source` is its bytes, or the open file, which is closed. `start` is from 0, for the first
-        possible part, to below 1.
+        `source` is its bytes, or the open file, which is closed. `start`, from 0 to below 1, is the
+        position among all possible parts.
         """
         file = self._open(source, sample) if isinstance(source, np.ndarray) else source
         count = self._count(file)
@@ -167,10 +168,10 @@ class _AudioDecoder(FieldDecoder):
 
 
 class _Bytes(io.BytesIO):
-    """Bytes that libsndfile reads; a damaged header may have it seek anywhere."""
+    """Bytes for libsndfile, which may seek anywhere if the header is damaged."""
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        with suppressing(ValueError, OverflowError):  # libsndfile asks where it is
+        with suppressing(ValueError, OverflowError):  # libsndfile checks the returned position
             super().seek(offset, whence)
         return self.tell()
 
@@ -184,7 +185,7 @@ def _read_mean(file: Any, out: NDArray[Any]) -> int:
     while done < len(out):
         wanted = min(most, len(out) - done)
         block = file.read(wanted, out.dtype.name, always_2d=True)
-        with np.errstate(all="ignore"):  # of floats that are infinite
+        with np.errstate(all="ignore"):  # for infinite floats
             np.mean(block, axis=1, out=out[done : done + len(block)])
         done += len(block)
         if len(block) < wanted:

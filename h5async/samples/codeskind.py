@@ -1,6 +1,6 @@
 """Defines the kinds of fields that are delivered as codes of categories.
 
-Those of a categorical column, whose categories files may differ in; and of any values.
+They are categorical columns, whose categories may differ between files, and any other values.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from h5async.samples.fieldkind import (
     texts_of,
 )
 
-CATEGORIES_OF = "\0categories"  # suffix of a field's name for it
+CATEGORIES_OF = "\0categories"  # suffix of a field's name for this fact
 
 
 class CodesKind(FieldKind):
@@ -55,9 +55,9 @@ class CodesKind(FieldKind):
         facts = known[self.name + CATEGORIES_OF]
         several = list(map(texts_of, facts))
         names, tables = union_of(several)
-        if all(one == names for one in several):  # duplicate names make them differ from it, too
+        if all(one == names for one in several):  # not so with duplicate names, either
             self.categories = Categories(names)
-            _require_codes(joined[self.name], len(names), reach)  # no mapping finds invalid ones
+            _require_codes(joined[self.name], len(names), reach)  # nothing else would
         else:
             where = tuple(f'{one.file}: column "{one.path}"' for one in facts)
             _check_mapping(self.name, self.field, config, where)
@@ -145,12 +145,12 @@ def _check_mapping(name: str, field: Field, config: ReaderConfig, where: Sequenc
 
 
 class LabelsKind(FieldKind):
-    """Strings or numbers as codes: of the names given, of those in a dataset, or of all values."""
+    """Strings or numbers as codes of given names, of names in a dataset, or of all values."""
 
     categories: Categories = Categories(())
 
     def facts(self) -> dict[str, Wanted]:
-        """Return the codes of each file's own categories, and these."""
+        """Return each file's own categories, and the codes of these."""
         names = self.field.categories
         at = f" {Wanted.at(names).path}" if isinstance(names, str) else ""
         return {
@@ -182,7 +182,7 @@ class LabelsKind(FieldKind):
     def _mapped(
         self, layout: DatasetLayout, table: NDArray[np.int64], own: Sequence[Any]
     ) -> DatasetLayout:
-        """Return the codes of one file in the categories of all; -2 in a table means none."""
+        """Map the codes of a file to the categories of all files; -2 in a table means none."""
         codes, where = values_of(layout), f'{layout.file}: dataset "{layout.path}" ({self.name})'
         if codes.size and not -1 <= codes.min() <= codes.max() < len(own):
             raise DatasetError(
@@ -201,6 +201,6 @@ class LabelsKind(FieldKind):
 
 
 def _numbers(names: Sequence[Any], own: Sequence[Any]) -> NDArray[np.int64]:
-    """Return, per own category, its position among names, or -2; and -1, for the code -1."""
+    """Return each own category's position among names, or -2; and -1 at the end, for code -1."""
     position = {name: at for at, name in enumerate(names)}
     return np.array([*(position.get(name, -2) for name in own), -1], np.int64)

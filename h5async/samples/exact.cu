@@ -1,8 +1,8 @@
-/* Values on the GPU enter; those that the host would make of them leave.
+/* Device functions with exactly the results of the host.
 
-   What CuPy's elementwise kernels call; CuPy compiles it with each of them. No thread waits for
-   another one, and no two write to one value: sums are added up in the order of the file, as on the
-   host, and are reproducible.
+   CuPy's elementwise kernels call them; CuPy compiles this file with each kernel. Threads never wait
+   for each other, and no two write to the same value: sums are added up in the order of the file, as
+   on the host, and are reproducible.
 
    The results are those of the host, bit for bit (except NaN payloads): no fused multiply-add, and
    subnormal numbers are preserved, although CuPy compiles with -ftz=true. Tests run this code on a
@@ -45,9 +45,9 @@ __device__ inline float h5async_add<float>(const float &a, const float &b)
 }
 #endif
 
-/* Neighbouring threads, LANES of them, make a row. Each owns every LANES-th column: it clears them,
-   and searches all indices of the row for them. (So all threads of a warp read the same index,
-   which costs one read, and neighbours clear neighbouring values.) LANES is a power of two. */
+/* LANES neighbouring threads make a row. Each owns every LANES-th column: it clears these, and
+   searches all indices of the row for them. (So all threads of a warp read the same index, in one
+   access, and neighbours clear neighbouring values.) LANES is a power of two. */
 template <int LANES, class T, class S, class I>
 static __device__ inline void h5async_fill_row(long long i, const S *data, const I *indices,
                                                const long long *indptr, long long columns,
@@ -67,7 +67,7 @@ static __device__ inline void h5async_fill_row(long long i, const S *data, const
     }
 }
 
-/* A thread makes one value of one sample; `inner` of them are one value of the file. */
+/* Each thread makes one scalar of a padded sample; `inner` scalars are one value of the file. */
 template <class T>
 static __device__ inline T h5async_pad_value(long long i, const T *values,
                                              const long long *offsets, long long length,

@@ -1,9 +1,9 @@
-"""Defines `FieldKind`: what a field reads, how its slot is laid out, and what is delivered of it.
+"""Defines `FieldKind`: a field's datasets, its layout in slots, and its delivered form.
 
-The rooms above ask a field's kind, and know no other difference between fields. The base is the
-kind of plain fields: one dataset, with a row, or steps of them, per sample. Ragged fields are here,
-too, and the base of fields that are decoded. Each other kind has a module of its own, and a line in
-`assembly.py`.
+The packages above ask a field's kind, and make no other distinction between fields. The base class
+is the kind of plain fields: one dataset, with a row, or steps of rows, per sample. Ragged fields
+are here, too, and the base class of decoded fields. Each other kind has a module of its own, and a
+line in `assembly.py`.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from h5async.plan.crops import Places, parts_of_rows
 from h5async.plan.transform import RowTransform
 from h5async.samples.ragged import Ragged, put_padded
 
-Rows = StepRows | SpanRows | None  # the rows of a column per sample; None: its own
+Rows = StepRows | SpanRows | None  # the rows of each sample in a column; None: its own row
 Mask = Callable[[NDArray[np.int64]], NDArray[Any]]  # of sample numbers
 OfSamples = Callable[[NDArray[np.int64], int], NDArray[Any]]  # of sample numbers, and an epoch
 Transforms = Sequence[RowTransform]  # of the columns of a field
-CanTransform = Callable[[RowTransform], bool] | None  # of a device; None: the host does everything
-Known = Mapping[str, Sequence[DatasetLayout]]  # per file: what `FieldKind.facts` names
-# Decodes samples. Returns False if one was broken and replaced, or the work that is left to do.
+CanTransform = Callable[[RowTransform], bool] | None  # a device's; None: the host does everything
+Known = Mapping[str, Sequence[DatasetLayout]]  # per file, by the names of `FieldKind.facts`
+# Decodes samples. Returns False if one was broken and replaced, or a list of remaining work.
 DecodingWork: TypeAlias = "Callable[[], bool | list[DecodingWork]]"
 
 INDICES = "\0indices"  # suffix of a field's name: its column of indices
 
-# Kinds of facts, as in `Wanted`: elements of variable length, the rows, the shape and the names of
-# a sparse matrix, what codes of a column stand for, that a column has a mask, values as codes, what
-# these stand for, and that elements of variable length are encoded images or audio.
+# Kinds of facts, as in `Wanted` (see `opening/filefacts.py`): elements of variable length; rows,
+# shape and column names of a sparse matrix; the categories of a column; that a column has a mask;
+# values as codes; their categories; that elements of variable length are encoded images or audio.
 HEAP, ROWS, SHAPE, TEXTS = "heap", "rows", "shape", "texts"
 CATEGORIES, NULLABLE, LABELS, LABEL_NAMES = "categories", "nullable", "labels", "label-names"
 IMAGE, AUDIO = "image", "audio"
@@ -54,9 +54,9 @@ IMAGE, AUDIO = "image", "audio"
 class Categories(NamedTuple):
     """The categories of a field.
 
-    `names` are those of all files together: code c stands for ``names[c]``. `tables` are, per file,
-    the united code of each of its codes, int64 (categories of the file + 1,), of which the last one
-    is -1; None if the codes need no mapping. `where` names the column of each file in messages.
+    `names` are the united names of all files: code c stands for ``names[c]``. `tables` map, per
+    file, its own codes to these, int64 (categories of the file + 1,), with -1 at the end for the
+    code -1; None if the codes need no mapping. `where` names the column of each file in messages.
     """
 
     names: tuple[Any, ...]
@@ -67,7 +67,7 @@ class Categories(NamedTuple):
 class SparseShape(NamedTuple):
     """The columns of a sparse field.
 
-    `columns` is the number of those delivered. `places` are, per file, the delivered position of
+    `columns` is the number of delivered columns. `places` has, per file, the delivered position of
     each of its columns, int64, or -1 if it is not delivered; None means all in their own order.
     `where` names the matrix of each file in messages.
     """
@@ -78,12 +78,12 @@ class SparseShape(NamedTuple):
 
 
 class Outline(NamedTuple):
-    """How a field is assembled from its columns, and what of it a device does.
+    """How a field is assembled from its columns, and the device's part in it.
 
-    `columns` are their numbers. If the number of values `is_varying` between samples, `made` is the
-    row shape and dtype of the plain array that is made of them, if any. If its column `is_encoded`,
-    other arrays are delivered: images are decoded. `pixels` says how those of one size are
-    delivered, if a device does that. `is_left` says whether a device makes that array, or delivers
+    `columns` are the numbers of its columns. `is_varying`: samples differ in their number of
+    values; `made` is then the row shape and dtype of the plain array made from them, if any.
+    `is_encoded`: samples are decoded, such as images. `pixels` is the transform of decoded images
+    of one size, if a device applies it. `is_left`: a device makes the plain array, or transforms
     the pixels; it then adds `added`, if given, to all values of dense rows.
     """
 
@@ -105,12 +105,12 @@ class Outline(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """The rows of a field of a batch, in a slot.
+    """The rows of a field for a batch, in a slot.
 
-    The memory of its `columns` may have room for more rows; `rows` says which ones each of the
-    `samples` consists of. `made` is memory for a plain array, if there is one; if it `is_left`, a
-    device pads samples or makes them dense. If it `is_checked`, the core has checked indices that
-    have a limit. `first_samples`, int64 (files + 1,), are the first ones of each file.
+    The arrays of `columns` may have room for more rows; `rows` are those of each of the `samples`.
+    `made` is memory for a plain array, if there is one. `is_left`: a device pads samples, or makes
+    them dense. `is_checked`: the core has checked indices that have a limit. `first_samples`, int64
+    (files + 1,), is the first sample of each file.
     """
 
     columns: Sequence[NDArray[Any]]
@@ -129,10 +129,10 @@ class Filled(NamedTuple):
 class EncodedBatch(NamedTuple):
     """The encoded samples of a batch, for `FieldDecoder.begin`.
 
-    `encoded` are their bytes; if they consist of steps, those of the batch's runs. `numbers` are
-    the random numbers of `samples` (`plan/crops.py`), if needed. `empty` returns memory for what is
-    decoded: at most `most_nbytes`. `refuse` raises the error of a broken sample; or notes it, and
-    nothing of the batch is delivered.
+    `encoded` are their bytes or, with steps, those of the batch's runs (`StepSpans`). `numbers` are
+    the random numbers of `samples` (`plan/crops.py`), if needed. `empty` returns memory for decoded
+    values, at most `most_nbytes`. `refuse` raises the error of a broken sample, or records it, in
+    which case the batch is not delivered.
     """
 
     encoded: Ragged
@@ -147,7 +147,7 @@ class FieldDecoder(ABC):
     """Decodes the samples of one field. Safe to use from many threads.
 
     DatasetError if the dataset does not hold bytes. `what` is a sample, in messages; `layout` and
-    `rows` are those of the column of bytes. `is_random` says whether random numbers are needed.
+    `rows` are those of the column of bytes. `is_random`: random numbers are needed.
     """
 
     is_random = False
@@ -163,7 +163,7 @@ class FieldDecoder(ABC):
         self._what, self._layout, self._spans = what, layout, rows
 
     def having(self, error: DamagedError, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the samples of a batch that have what an error of `broken` is about."""
+        """Return the samples of a batch that an error from `broken` affects."""
         if not isinstance(self._spans, StepSpans):
             return np.array([error.place], np.int64)
         runs = np.searchsorted(self._spans.runs(samples), error.place)
@@ -179,14 +179,14 @@ class FieldDecoder(ABC):
 
     @abstractmethod
     def begin(self, batch: EncodedBatch) -> tuple[Any, list[DecodingWork]]:
-        """Return what is delivered of a batch, and the work that fills it.
+        """Return the delivered values of a batch, still to be filled, and the work that does so.
 
-        ReadError if a sample is broken, or they take too much memory.
+        ReadError if a sample is broken, or the batch takes too much memory.
         """
 
     def _where(self, sample: int) -> str:
         layout = self._layout
-        if layout.sequences is not None and layout.heaps:  # each of a dataset of its own
+        if layout.sequences is not None and layout.heaps:  # each sequence has a dataset of its own
             heap = [one for one in layout.heaps if one.first_sample <= sample][-1]
             element = sample - heap.first_sample
             return f"{heap.elements.where}: the {self._what} of element {element} (sample {sample})"
@@ -196,13 +196,13 @@ class FieldDecoder(ABC):
 
 
 class FieldKind:
-    """A plain field, and the base of all kinds. Immutable once `join` was called; picklable.
+    """A plain field, and the base of all kinds. Immutable after a call of `join`; picklable.
 
-    `of` is the class of its options; `found_as` is the kind of the fact that has a plain `Field` be
-    of this kind. If it `is_ragged`, samples may differ in their number of values; if it
-    `is_encoded`, they are decoded; if it `is_mapped`, the host makes other values of those read; if
-    it `needs_work`, more than views must be made of them. `further` names arrays that are delivered
-    beside the field's own. A column of a table whose codes these are has the path `table_column`.
+    `of` is the class of its options; `found_as` is the kind of fact that turns a plain `Field` into
+    this kind. `is_ragged`: samples may differ in their number of values. `is_encoded`: they are
+    decoded. `is_mapped`: the host maps the values read to others. `needs_work`: more than views
+    must be made. `further` names arrays that are delivered beside the field's own. `table_column`
+    is the path of the table column whose codes these are, if any.
     """
 
     of: ClassVar[type[Field]] = Field
@@ -224,15 +224,15 @@ class FieldKind:
 
     @property
     def columns(self) -> dict[str, Field]:
-        """The datasets that rows are read of, by name; the first one has the field's name."""
+        """The datasets that rows are read from, by name; the first one has the field's name."""
         return {self.name: self.field}
 
     def facts(self) -> dict[str, Wanted]:
-        """Return what else must be known of each file, or of its columns, by name."""
+        """Return the facts needed of each file or its columns, beyond plain layouts, by name."""
         return {}
 
     def join(self, known: Known, config: ReaderConfig, reach: Reach) -> dict[str, DatasetLayout]:
-        """Return the layouts of the columns across all files; keep what the facts say.
+        """Return the layouts of the columns across all files; keep the content of other facts.
 
         H5AsyncError if the files do not fit together.
         """
@@ -241,13 +241,13 @@ class FieldKind:
         return {self.name: layout if self.field.steps is None else shared(layout)}
 
     def is_same(self, other: FieldKind) -> bool:
-        """Return whether `join` kept the same for both."""
+        """Return whether both have the same categories and shape from `join`."""
         return are_same((self.categories, self.shape), (other.categories, other.shape))
 
     # --- how a slot is laid out -------------------------------------------------------------------
 
     def outline(self, transforms: Transforms, can_transform: CanTransform) -> Outline:
-        """Return how the field is assembled, but for the numbers of its columns.
+        """Return how the field is assembled, except for the numbers of its columns.
 
         ConfigError if a device cannot do its part.
         """
@@ -255,25 +255,25 @@ class FieldKind:
         return Outline(self.name, is_varying=is_varying, is_encoded=self.is_encoded)
 
     def channel_axis(self, transform: RowTransform) -> int:
-        """Return which dimension of a delivered row counts channels; `transform` is of a row."""
+        """Return the channel dimension of a delivered row; `transform` is that of a row."""
         return transform.channel
 
     def decoded_nbytes(self, rows: int) -> int:
-        """Return the bytes of `rows` decoded samples; 0 if they are not decoded, or of any size."""
+        """Return the bytes of `rows` decoded samples; 0 if not decoded, or of varying size."""
         return 0
 
     @property
     def as_decoded(self) -> FieldKind:
-        """The same field as a device expects it that transforms what is decoded."""
+        """The same field without a transform, which a device applies to decoded samples."""
         return self
 
     def decoder(
         self, layout: DatasetLayout, rows: Rows, core: Core | None, limit_nbytes: int
     ) -> FieldDecoder | None:
-        """Return what decodes the samples; None if they are not encoded.
+        """Return the decoder of the samples; None if they are not encoded.
 
-        `layout` and `rows` are those of the column, and `limit_nbytes` is the limit for the memory
-        that a sample takes while it is decoded.
+        `layout` and `rows` are those of the column; `limit_nbytes` is the maximum memory for
+        decoding a sample.
         """
         return None
 
@@ -281,35 +281,34 @@ class FieldKind:
 
     @property
     def is_plain(self) -> bool:
-        """Whether an array is delivered as it lies in the slot, with a row per sample."""
+        """Whether the slot's array is delivered unchanged, with a row per sample."""
         return not (self.is_ragged or self.is_mapped)
 
     @property
     def is_view(self) -> bool:
-        """Whether views of the slot are delivered, of values that the core has checked."""
+        """Whether views of the slot are delivered, with values that the core has checked."""
         return not (self.needs_work or self.is_mapped)
 
     def views(
         self, columns: Sequence[NDArray[Any]], offsets: NDArray[np.int64] | None
     ) -> tuple[Any, ...] | None:
-        """Return of what the core makes what is delivered of a slot; None if it cannot.
+        """Return the parts from which the core makes the delivered values; None if it cannot.
 
-        Of one array, its first rows are delivered. Of samples that several describe: the address of
-        `offsets`, int64 (rows + 1,), which the core sets; their class, which is not called; and as
-        pairs of a member's name and its value, what is fixed, arrays of rows, and `offsets`.
+        For a plain field: its array, whose first rows are delivered. For `SampleArrays`: the
+        address of `offsets`, int64 (rows + 1,), which the core sets; the class, which is not
+        called; and as names and values of members, fixed ones, arrays of rows, and `offsets`.
         """
         return (columns[0],)
 
     def deliver(self, filled: Filled) -> Any:
         """Return the array, or the samples, of a batch; views of the slot's memory if possible.
 
-        With `further` arrays: a tuple of it and these. DatasetError if the values read cannot be
-        right.
+        With `further` arrays: a tuple of it and these. DatasetError if the values read are invalid.
         """
         return filled.columns[0][: filled.samples.size]
 
     def masks(self, rows: Rows) -> dict[str, Mask]:
-        """Return what makes the masks of a batch, by their names."""
+        """Return the functions that make the masks of a batch, by name."""
         steps, name = steps_of(rows), self.field.pad_mask
         return {} if steps is None or name is None else {name: steps.are_there}
 
@@ -366,7 +365,7 @@ class RaggedKind(FieldKind):
     def outline(self, transforms: Transforms, can_transform: CanTransform) -> Outline:
         """Return how the field is assembled."""
         outline = super().outline(transforms, can_transform)
-        # (Packed windows lie in the slot as they are delivered, but for the last one of a file.)
+        # (Packed windows lie in the slot as they are delivered, except the last one of a file.)
         if self._length is None or (self._packing is not None and can_transform is None):
             return outline
         made = (self._length, *transforms[0].row), transforms[0].dtype
@@ -375,7 +374,7 @@ class RaggedKind(FieldKind):
     def views(
         self, columns: Sequence[NDArray[Any]], offsets: NDArray[np.int64] | None
     ) -> tuple[Any, ...] | None:
-        """Return of what the core makes `Ragged`; None for an array of padded samples."""
+        """Return the parts of `Ragged` for the core; None for an array of padded samples."""
         if self._length is not None or offsets is None:
             return None
         return address(offsets), Ragged, (), ("values", columns[0]), ("offsets", offsets)
@@ -397,7 +396,7 @@ class RaggedKind(FieldKind):
         return found
 
     def masks(self, rows: Rows) -> dict[str, Mask]:
-        """Return what makes the mask of padded samples, or tells the documents of packed ones."""
+        """Return the function for the mask of padded samples, or those for packed documents."""
         if self._packing is not None:
             name, packing = self.name, self._packing
             return {f"{name}_documents": packing.documents, f"{name}_positions": packing.positions}
@@ -407,27 +406,27 @@ class RaggedKind(FieldKind):
 
     def counted(self, rows: SpanRows) -> NDArray[Any] | int | None:
         """Return the lengths of samples, or their padded length; None if they are decoded."""
-        if self.is_encoded:  # the number of bytes says little of what is delivered
+        if self.is_encoded:  # the number of bytes says little about the decoded values
             return None
         return rows.all_lengths() if self._length is None else self._length
 
 
 class EncodedKind(RaggedKind):
-    """Samples that are bytes of an encoding, such as JPEG; the base of such kinds."""
+    """Encoded samples, such as JPEG; the base of the kinds that decode them."""
 
     found_as = ""
     is_encoded = True
 
     @property
     def columns(self) -> dict[str, Field]:
-        """The bytes; the other options concern what is decoded."""
+        """The bytes, without options for the decoded values."""
         field = self.field
         kind = field.offsets_kind
         return {self.name: RaggedField(field.path, offsets=field.offsets, offsets_kind=kind)}
 
 
 def are_same(one: Any, other: Any) -> bool:
-    """Return whether values are equal, also arrays, and tuples of either."""
+    """Return whether values are equal; they may be arrays, or tuples with arrays."""
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
         return np.array_equal(one, other)
     if isinstance(one, tuple) and isinstance(other, tuple):
@@ -473,9 +472,9 @@ def layout_of_values(file: str, stamp: FileStamp, path: str, values: NDArray[Any
 
 
 def join_values(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
-    """Return one layout for datasets, concatenated; values in memory stay one array.
+    """Return one layout of concatenated datasets; values in memory become one array.
 
-    Strings are as long as the longest. DatasetError names two files whose rows differ otherwise.
+    Strings get the length of the longest. DatasetError names two files whose rows differ otherwise.
     """
     arrays = [y.values.view(y.dtype) for y in layouts if y.values is not None]
     kinds = {(y.row_shape, y.dtype.kind == "S" or y.dtype, y.sample_axis) for y in layouts}

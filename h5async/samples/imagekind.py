@@ -1,7 +1,7 @@
-"""Defines the kind of fields that are encoded images: their pixels are decoded, cut and resized.
+"""Defines the kind of image fields, whose pixels are decoded, cropped and resized.
 
-Encoded images enter, as `Ragged` bytes; an array of pixels leaves, or `Images` if sizes differ. If
-several samples of a batch share an image by their steps, it is decoded once.
+Encoded images enter, as `Ragged` bytes; an array of pixels leaves, or `Images` if sizes differ. An
+image that several samples of a batch share through their steps is decoded once.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from h5async.samples.fieldkind import (
 )
 from h5async.samples.ragged import Images, Ragged
 
-# The shrinking factor above which all pixels are averaged: above 2, neighbours do not suffice.
+# The shrinking factor above which areas are averaged: above 2, linear resizing skips pixels.
 _AREA_ABOVE = {"auto": 2.0, "area": 0.0, "linear": math.inf}
 _MOST_DENOMINATOR = 8  # of the scales at which libjpeg decodes
 # A call of the core decodes a group of images: 4 ms of work, or less so that threads share a batch.
 _GROUP_PIXELS, _GROUPS = 1_200_000, 8
-# Of `Picture` in core/src/jpeg.c: `_SIZES` are height and width, encoded and delivered.
+# Members of `Picture` in core/src/jpeg.c; `_SIZES`: height and width, encoded and delivered.
 _OUT, _IMAGE, _SIZES = 8, 13, np.array([[2, 3], [9, 10]])
 _REMEDY = 'mend the file, leave the sample out by indices, or set on_error="zero" and a size'
 
@@ -83,12 +83,12 @@ class ImageKind(EncodedKind):
 
     @property
     def as_decoded(self) -> FieldKind:
-        """The images, whose pixels a device transforms."""
+        """The images without the transform of pixels, which a device applies."""
         as_decoded = {"axes": None, "dtype": None, "scale": None, "offset": None}
         return ImageKind(self.name, self.field.model_copy(update=as_decoded))
 
     def channel_axis(self, transform: RowTransform) -> int:
-        """Return which dimension of delivered pixels counts channels."""
+        """Return the channel dimension of delivered pixels."""
         return _channel_of(self.field)
 
     def decoder(
@@ -99,9 +99,9 @@ class ImageKind(EncodedKind):
 
 
 class _Found(NamedTuple):
-    """The images of a batch; those of several samples are there once.
+    """The distinct images of a batch.
 
-    Image i has `places[first[i] : first[i + 1]]` of `outs`, each with its row of `cuts`.
+    Image i goes to `places[first[i] : first[i + 1]]` of `outs`, each with its row of `cuts`.
     """
 
     encoded: Ragged
@@ -114,7 +114,7 @@ class _Found(NamedTuple):
 
 
 class _Scratch(threading.local):
-    """Memory of the calling thread."""
+    """Scratch memory of the calling thread."""
 
     def __init__(self) -> None:
         self.decoded, self.resized = Growing(plain_memory), Growing(plain_memory)
@@ -147,7 +147,7 @@ class _ImageDecoder(FieldDecoder):
                 " library, which wheels of imagecodecs have; install both from wheels for this"
                 ' platform, or use decode="full"'
             )
-        # Of pixels, by shape. Shapes repeat, but there may be very many.
+        # Transforms by shape of pixels. Shapes repeat, but there may be very many.
         self._transforms = lru_cache(256)(partial(_transforms, field, core))
 
     def begin(self, batch: EncodedBatch) -> tuple[Any, list[DecodingWork]]:
@@ -160,7 +160,7 @@ class _ImageDecoder(FieldDecoder):
         places, first, missing = images, np.arange(index.size + 1), images[:0]
         if isinstance(self._spans, StepSpans):
             runs, images = self._spans.places(index)
-            places = np.argsort(images, axis=None, kind="stable")  # by image; first those without
+            places = np.argsort(images, axis=None, kind="stable")  # by image, without one first
             first = np.searchsorted(images.ravel()[places], np.arange(runs.size + 1))
             places, missing, first = places[first[0] :], places[: first[0]], first - first[0]
         headers = self._headers(encoded, runs, batch.refuse)
@@ -197,7 +197,7 @@ class _ImageDecoder(FieldDecoder):
 
     def _unsized(self, headers: Int64s, batch: EncodedBatch) -> Any:
         shapes, index, most_nbytes = headers[:, 1:3], batch.samples, batch.most_nbytes
-        if not index.size:  # all were left out: there is no size that none of them has
+        if not index.size:  # all were left out: any size will do
             shapes = np.ones((1, 2), np.int64)
         are_equal = bool((shapes == shapes[0]).all())
         kinds = shapes[:1] if are_equal else shapes
@@ -221,9 +221,9 @@ class _ImageDecoder(FieldDecoder):
     def _headers(
         self, encoded: Ragged, runs: Int64s, refuse: Callable[[DamagedError], None]
     ) -> Int64s:
-        """Return the headers of images as rows; zeros for those that are to be replaced.
+        """Return the headers of images as rows; zeros for images to be replaced.
 
-        Those that are broken or too large, and not to be replaced, are refused.
+        Images that are broken or too large are refused unless they are to be replaced.
         """
         values, offsets, core = encoded.values, encoded.offsets, self._core
         if core is None:
@@ -243,15 +243,15 @@ class _ImageDecoder(FieldDecoder):
         return rows
 
     def _cuts(self, headers: Int64s, numbers: NDArray[np.float64] | None) -> Int64s:
-        """Return the part of each image to be delivered.
+        """Return the part of an image to be delivered to each place, int64 (places, 7).
 
-        It is bounds (top, bottom, left, right), how it is resized, whether it is flipped, and, if
-        only the part is to be decoded, the denominator of the scale that suffices for it.
-        `headers` has a row per image; `numbers` has rows of `random_numbers`, if needed.
+        Its numbers are bounds (top, bottom, left, right), OpenCV's interpolation, whether it is
+        flipped, and, if only the part is to be decoded, the denominator of the scale that suffices.
+        `headers` has a row per place; `numbers` has rows of `random_numbers`, if needed.
         """
         field = self._field
         cuts = np.zeros((len(headers), 7), np.int64)
-        heights, widths = np.maximum(headers[:, 1:3].T, 1)  # 0 for those to be replaced
+        heights, widths = np.maximum(headers[:, 1:3].T, 1)  # 0 for images to be replaced
         cuts[:, 1], cuts[:, 3] = heights, widths
         if field.size is not None:
             if field.crop == "center":
@@ -275,7 +275,7 @@ class _ImageDecoder(FieldDecoder):
 
     def _pictures(self, found: _Found) -> Int64s:
         field, headers, core = self._field, found.headers, self._core
-        is_alone = np.diff(found.first) == 1  # in one place: else it is decoded once for all
+        is_alone = np.diff(found.first) == 1  # in one place; others are decoded once for all places
         is_taken = is_alone & (headers[:, 4] == 8)
         is_taken &= (headers[:, 3] == 1) | (headers[:, 3] == CHANNELS)  # components
         if core is None or "jpeg" in core.missing or not (self._is_plain or field.size):
@@ -317,7 +317,7 @@ class _ImageDecoder(FieldDecoder):
         return [partial(self._alone, found, one) for one in images[~is_done].tolist()]
 
     def _alone(self, found: _Found, image: int) -> bool:
-        """Decode one image to all its places; False if it was replaced."""
+        """Decode one image into all its places; False if it was replaced."""
         a, b = found.first[image : image + 2].tolist()
         outs = [found.outs[place] for place in found.places[a:b].tolist()]
         header = ImageHeader._make(found.headers[image].tolist())
@@ -332,9 +332,9 @@ class _ImageDecoder(FieldDecoder):
         cuts: Sequence[list[int]],
         run: np.int64,
     ) -> bool:
-        """Decode an image to its places, each with a cut of its own; False if it was replaced.
+        """Decode an image into its places, each with its own cut; False if it was replaced.
 
-        `ReadError` is raised if it is broken, and not to be replaced.
+        Raises `ReadError` if it is broken, and not to be replaced.
         """
         first = outs[0]
         goes_there = self._is_plain and self._field.size is None
@@ -371,7 +371,7 @@ class _ImageDecoder(FieldDecoder):
         return pixels
 
     def _blacken(self, several: Sequence[NDArray[Any]]) -> bool:
-        """Fill in zeros in place of images that are resized; return True."""
+        """Deliver black images of the field's size; return True."""
         assert self._field.size is not None
         pixels = np.zeros((*self._field.size, CHANNELS), np.uint8)
         for out in several:
@@ -401,9 +401,9 @@ class _ImageDecoder(FieldDecoder):
 
 
 def _pixel_transform(field: ImageField, shape: tuple[int, int, int]) -> RowTransform:
-    """Derive the transform of decoded images of a shape from the options of their field.
+    """Return the transform of decoded images of a shape, from the options of their field.
 
-    `ConfigError` is raised if a scale or offset has another length than the channels.
+    Raises `ConfigError` if the length of a scale or offset is not the number of channels.
     """
     axes = field.axes or (0, 1, 2, 3)
     order = tuple(axis for axis in axes if isinstance(axis, int))

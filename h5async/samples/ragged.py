@@ -284,7 +284,7 @@ class Images(Ragged):
         self.shapes = shapes
 
     def __getitem__(self, key: Any) -> Any:
-        """Return views: an array for one image, or `Images` for a slice; raises as of `Ragged`."""
+        """Return views: an array for one image, or `Images` for a slice; raises like `Ragged`."""
         found = super().__getitem__(key)
         if isinstance(key, slice):
             return Images(found.values, found.offsets, self.shapes[key][: len(found)])
@@ -342,7 +342,7 @@ def preview(samples: Any) -> str:
     if getattr(samples, "shape", (1,)) == () or not len(samples):  # postprocess may return that
         return ""
     first = samples[0]
-    if isinstance(first, tuple):  # of sparse rows: columns and values
+    if isinstance(first, tuple):  # a sparse row: columns and values
         pairs = zip(first[0][:_PREVIEWED].tolist(), first[1][:_PREVIEWED].tolist(), strict=True)
         shown, size = [f"{column}: {_short(value)}" for column, value in pairs], first[0].size
     else:

@@ -1,6 +1,6 @@
-"""Defines the common base of `Ragged`, `Images` and `Csr`, and what they do on a GPU.
+"""Defines the common base of `Ragged`, `Images` and `Csr`, and their GPU kernels.
 
-Code that moves batches (uploads, slots in shared memory, PyTorch) knows only this: a field of a
+Code that moves batches (uploads, slots in shared memory, PyTorch) knows only that a field of a
 batch is one array, or `SampleArrays`. Further classes of samples derive from it.
 """
 
@@ -27,7 +27,7 @@ class SampleArrays:
     Attributes
     ----------
     num_on_device
-        The number of leading arrays that lie where the values lie; the others stay in host memory.
+        The number of leading arrays on the device of the values; the others stay in host memory.
     """
 
     __slots__ = ()
@@ -46,7 +46,7 @@ class SampleArrays:
 
     @classmethod
     def of_arrays(cls, arrays: Sequence[Any], sample_shape: Sequence[int | None]) -> Self:
-        """Return samples made of `arrays`; parameters are the properties of these names."""
+        """Return samples made of `arrays`; the parameters match the properties of these names."""
         return cls(*arrays)
 
     @property
@@ -57,7 +57,7 @@ class SampleArrays:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays that lie where the values lie."""
+        """Bytes of the arrays on the device of the values."""
         return sum(int(array.nbytes) for array in memory_of(self))
 
     def __len__(self) -> int:
@@ -92,12 +92,12 @@ class SampleArrays:
         raise NotImplementedError
 
     def misfit(self) -> str | None:
-        """Return why the arrays do not fit together, or None; libraries rely on this unchecked."""
+        """Return why the arrays do not fit together, or None; libraries do not check this."""
         raise NotImplementedError
 
 
 def memory_of(field: Any) -> tuple[Any, ...]:
-    """Return the arrays of a field of a batch that lie with its values."""
+    """Return the arrays of a field of a batch that lie on the device of its values."""
     if isinstance(field, SampleArrays):
         return field.arrays[: field.num_on_device]
     return (field,)
@@ -111,7 +111,7 @@ def with_memory(field: Any, arrays: Sequence[Any]) -> Any:
 
 
 def tensor_of(array: Any, make: Callable[[Any], Any]) -> Any:
-    """Return a PyTorch tensor over an array by `make`, which takes NumPy's own dtypes."""
+    """Return a PyTorch tensor over an array; `make` makes those of NumPy's own dtypes."""
     if array.dtype.name != "bfloat16":
         return make(array)
     import torch
@@ -157,7 +157,7 @@ OPTIONS = ("--fmad=false",)
 
 
 def exact_kernel(cupy: Any, inputs: str, outputs: str, operation: str, name: str) -> Any:
-    """Return an elementwise kernel with the results of the host; it may call what exact.cu has.
+    """Return an elementwise kernel with the results of the host; it may call functions of exact.cu.
 
     CuPy compiles it on first use, and launches it on the current stream.
     """

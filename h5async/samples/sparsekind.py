@@ -44,7 +44,7 @@ ID = "\0"  # separates name and id in the names of columns
 class SparseKind(FieldKind):
     """Rows of a sparse matrix, which have two columns in a slot: values and indices.
 
-    `shape` is what `join` found; it has no columns before.
+    `shape` is set by `join`; it has no columns before.
     """
 
     of: ClassVar[type[Field]] = SparseField
@@ -63,14 +63,14 @@ class SparseKind(FieldKind):
     def columns(self) -> dict[str, Field]:
         """The values of rows, and their indices."""
         field = self.field
-        # (`offset` applies to dense rows, also to values that are not stored.)
+        # (The `offset` of dense rows also applies to missing values: it is added later.)
         offset = None if field.dense else field.offset
         dtype = None if field.counts else field.delivered_dtype  # totals are of stored values
         values = Field(f"{field.path}/data", dtype=dtype, scale=field.scale, offset=offset)
         return {self.name: values, self.name + INDICES: Field(f"{field.path}/indices")}
 
     def facts(self) -> dict[str, Wanted]:
-        """Return values, indices, and the shape; names of columns, if some are chosen by them."""
+        """Return values, indices, and the shape; column names if chosen by name."""
         name, path = self.name, self.field.path
         found = {
             name: Wanted.at(f"{path}/data", kind=ROWS),
@@ -124,7 +124,7 @@ class SparseKind(FieldKind):
     def views(
         self, columns: Sequence[NDArray[Any]], offsets: Int64s | None
     ) -> tuple[Any, ...] | None:
-        """Return of what the core makes `Csr`; its indices are checked, as the field `is_view`."""
+        """Return the parts of `Csr` for the core, which checks indices if the field `is_view`."""
         if offsets is None:
             return None
         (values, indices), fixed = columns, ("_columns", self.shape.columns)
@@ -258,10 +258,10 @@ def _delivered_columns(
     names: Sequence[DatasetLayout],
     reach: Reach,
 ) -> SparseShape:
-    """Find the columns that are delivered, by the facts of each file.
+    """Find the delivered columns from the facts of each file.
 
-    DatasetError if a matrix has other columns than the first one, or lacks a required one;
-    ConfigError if there are no such ones.
+    DatasetError if the columns of a matrix differ from those of the first one, or a required one is
+    missing; ConfigError if the columns to deliver are invalid.
     """
     wanted, where = field.columns, tuple(f'{one.file}: group "{one.path}"' for one in shapes)
     counts = [int(values_of(one)[1]) for one in shapes]
@@ -425,7 +425,7 @@ def scaled_rows(
     target_sum: float | None,
     log1p: bool,
 ) -> NDArray[np.float32]:
-    """Return values times `target_sum` by the total of their row, and log(1 + value) of that.
+    """Return values divided by their row's total, times `target_sum`; and log(1 + value) of that.
 
     A total of 0 counts as 1. They are computed in double precision, and rounded to float32.
     """
