@@ -45,7 +45,7 @@ class ReaderOptions(TypedDict, total=False):
     """Path of the dataset with the labels. None (in a TOML file `""`): no labels."""
     fields: Mapping[str, Any] | None  # paths and Fields; mypy infers `object` for a mix
     """The fields of a batch, in order, instead of `data_field` and `labels_field`: a mapping of
-    names to paths, or to `Field`s, which also tell how samples are delivered.
+    names to paths, or to `Field` values, which also tell how samples are delivered.
     """
     num_dim: SampleDimensionLike
     """The sample dimension of the data, by number, or by name if the file names its dimensions
