@@ -358,7 +358,7 @@ class Transfer:
         return self._writer.open(self._target, np.dtype(f"V{self._rewrite.itemsize}"))
 
     def _by_hdf5(self, blocks: Sequence[Block]) -> Iterator[Block]:
-        """Have HDF5 read and write variable-length elements, with references changed."""
+        """Have HDF5 read and write elements with pointers or references; convert the references."""
         axis = self._rewrite.axis
         for block in blocks:
             values = self._source.read(self._rewrite.selection, block)
