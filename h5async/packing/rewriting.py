@@ -203,7 +203,7 @@ class Rewrite:
             if plist.get_nfilters():
                 plist.remove_filter(_ALL_FILTERS)
             filters = self.filters or ()
-            if self.is_by_hdf5:  # blosc crashes: HDF5 does not pass it the element size
+            if self.is_by_hdf5:  # blosc crashes on pointers: HDF5 does not pass it the element size
                 filters = tuple(one for one in filters if one.number not in (BLOSC, BLOSC2))
             set_filters(plist, filters)
         return plist
