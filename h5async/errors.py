@@ -111,7 +111,7 @@ class ReadError(H5AsyncError, OSError):
     Attributes
     ----------
     filename, dataset
-        The file, and the path of the dataset in it; None if the error concerns none, or not known.
+        The file and the dataset (its path) that the error is about; None if neither, or unknown.
     samples, file_samples
         The samples of the batch that cannot be read, ascending: their numbers in the whole dataset,
         and in their files. Empty if they are not known.
@@ -285,7 +285,7 @@ class BatchTimeoutError(H5AsyncError, TimeoutError):
 
 
 class BatchExpiredError(H5AsyncError, RuntimeError):
-    """A batch was used after the request for the next one expired it; see ``debug_lifetimes``.
+    """A batch was used after its life: the reader has moved on; see ``debug_lifetimes``.
 
     Examples
     --------
@@ -294,7 +294,7 @@ class BatchExpiredError(H5AsyncError, RuntimeError):
     >>> first.data
     Traceback (most recent call last):
         ...
-    h5async.errors.BatchExpiredError: batch 0 of epoch 0 was used after the next one ...
+    h5async.errors.BatchExpiredError: batch 0 of epoch 0 was used after the reader ...
     """
 
 

@@ -161,7 +161,7 @@ class CoreReader:
         self._is_far = tables.far is not None
         if tables.far is not None:
             call_when_gone(self, FarSources.close, tables.far)
-        self.can_read = tables.can_read[0]  # whether the core can
+        self.can_read = tables.can_read[0]  # whether the core can read any of it
         self._room = ScratchSize.of([layout])
         self._lanes: list[_Lane] = []
         self._alone_nbytes = _ALONE_NBYTES

@@ -91,9 +91,9 @@ def files_text(paths: Sequence[FileName]) -> str:
 def counting(
     counted: str, patience_seconds: float = 0.0, console: Console | None = None
 ) -> Iterator[Callable[..., None]]:
-    """Show a progress bar on stderr, if that is a terminal; `counted` names what it counts.
+    """Show a progress bar on stderr, if that is a terminal, after `patience_seconds`.
 
-    Yields a function that takes the number done, the total, and a function for a description.
+    Yields a function of the number of `counted` things done, the total, and how to describe them.
     """
     console = Console(stderr=True) if console is None else console
     bar = Progress(

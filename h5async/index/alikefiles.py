@@ -283,7 +283,7 @@ class _Noting(MetadataFile):
 def _noted(
     name: str, stamp: FileStamp, source: Source, read: _Read
 ) -> tuple[_Layouts, _Pattern | None]:
-    """Return the layouts of a file, and its pattern; None for a pattern if none can match it."""
+    """Return the layouts of a file, and its pattern; None if no other file could match that."""
     noting = _Noting(source)
     with open_over(noting, name) as file:
         layouts = read(file)

@@ -196,7 +196,7 @@ def fingerprint(
     """Hash layouts of all fields, and other arrays that the order depends on, to 32 hex digits.
 
     File names are left out, so that files may be moved. Sizes are those at the time of indexing.
-    If it `has_places`, it covers addresses and filters, which are unknown if h5py reads a dataset.
+    If it `has_places`, addresses and filters count, too; they are unknown if h5py reads a dataset.
     """
     digest = hashlib.blake2b(digest_size=16)
     seen: list[NDArray[Any]] = []

@@ -333,7 +333,7 @@ def sample_bounds(layout: DatasetLayout) -> Int64s:
 
 
 def most_units(layout: DatasetLayout) -> int:
-    """Return an upper limit of the number of units that `unit_bounds` finds."""
+    """Return an upper limit of the number of units in `unit_bounds`, without listing them."""
     size, count = _unit_rows(layout, 0), layout.num_samples
     if layout.segments is None or layout.chunk_shape:
         return 1 + count // size

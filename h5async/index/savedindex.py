@@ -466,7 +466,7 @@ def _require_places(columns: Columns, end: Int64s, grid: Int64s, expected: Int64
         return
     if count.size == 1 and not any(nbytes.strides):
         overlaps = np.diff(np.sort(offset)) < nbytes[0]
-    else:  # chunks do not lie in the order of the grid
+    else:  # several tables, or chunks of different sizes
         table = np.repeat(np.arange(count.size), count)
         order = np.lexsort((offset, table))
         table, offset, nbytes = table[order], offset[order], nbytes[order]

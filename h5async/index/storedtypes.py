@@ -168,7 +168,7 @@ def _steps_of_array(stored: h5py.h5t.TypeID, dtype: np.dtype[Any]) -> list[Step]
 
 
 def _texts_of(steps: list[Step], stored_nbytes: int, nbytes: int) -> tuple[Text, ...] | None:
-    """Return the strings that differ from NumPy's; None if they are many, or not all that does."""
+    """Return the strings that differ from NumPy's; None if too many, or if other members differ."""
     are_alike = all(step.kind <= StepKind.PADDED and step.start == step.to for step in steps)
     # When HDF5 converts any member, it leaves gaps between members unchanged in memory.
     if not are_alike or not sum(s.repeats * s.nbytes for s in steps) == nbytes == stored_nbytes:

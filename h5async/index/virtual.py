@@ -227,7 +227,7 @@ def _alike(mappings: Iterable[Mapping], whole: DatasetLayout) -> Iterable[list[M
 
 
 def _all_but_begin(mapping: Mapping, whole: DatasetLayout) -> tuple[Any, ...] | None:
-    """Return a key that is equal for mappings of runs of samples that only begin elsewhere."""
+    """Return a key shared by mappings of runs of samples that differ only in where they begin."""
     ours, theirs = mapping.samples, mapping.source
     if ours is None or theirs is None or len(ours) != len(whole.shape):
         return None

@@ -181,7 +181,7 @@ class ReaderCounts:
         self._most_flights = config.requests_in_flight * max(1, config.num_helpers)
         self.waits = Waits()
         self.upload_times = StageTimes()
-        self.last: tuple[int, int] | None = None  # epoch and number, not of given samples
+        self.last: tuple[int, int] | None = None  # epoch and number, except given samples
         self._lock = threading.RLock()  # a signal handler may interrupt `note`, and read
         self._batches = self._skipped = 0
         self._ragged = [one for one in self._sizes if one is not None]
@@ -485,7 +485,7 @@ def _newer(begin: _Moment, now: _Moment) -> ConfigError:
 
 
 def _percentile(ascending: Sequence[float], share: float) -> float:
-    """Return an interpolated percentile, as NumPy does, which takes 50 us even for few values."""
+    """Return an interpolated percentile, as NumPy does (in 50 us, even for few values)."""
     below, part = divmod(share * (len(ascending) - 1), 1)
     first, second = ascending[int(below)], ascending[math.ceil(below + part)]
     return first + (second - first) * part

@@ -106,7 +106,7 @@ def repack(
 
 
 def _write(work: Repacking, path: Path, options: RepackOptions, progress: Progress | None) -> None:
-    # A file that replaces a source is written and verified under another name first.
+    # To verify a file that replaces a source, write it under another name first.
     is_beside = options.verify and work.replaces(path)
     written = path.with_name(f"{path.name}.repacked") if is_beside else path
     is_new = work.write(written, progress)

@@ -245,7 +245,7 @@ class PackedFile:
             if not self._was_finished():
                 raise ConfigError(
                     f"{path} was packed from other sources, or with other options; write another"
-                    f" file, or replace it by {named('overwrite', True)}"
+                    f" file, or replace it with {named('overwrite', True)}"
                 )
             return
         writer = ChunkWriter(self._safe, threads=options.threads, memory=options.memory // 2)

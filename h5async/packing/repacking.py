@@ -185,7 +185,7 @@ class Repacking:
             self._add(path, source, selection, is_chosen=is_chosen)
 
     def parts(self, nbytes: int) -> list[Repacking]:
-        """Return repacks that write whole chunks of samples each, of about `nbytes` bytes."""
+        """Split this into repacks of consecutive samples, of whole chunks and about `nbytes`."""
         size, total = self.selection.size, max(1, self.nbytes)
         largest = max(self.rewrites.values(), key=lambda one: one.nbytes)
         unit = largest.chunks[largest.axis] if largest.chunks and not self._long else 1

@@ -203,7 +203,7 @@ class Rewrite:
             if plist.get_nfilters():
                 plist.remove_filter(_ALL_FILTERS)
             filters = self.filters or ()
-            if self.is_by_hdf5:  # blosc crashes: HDF5 does not pass it the element size
+            if self.is_by_hdf5:  # blosc crashes on pointers: HDF5 does not pass it the element size
                 filters = tuple(one for one in filters if one.number not in (BLOSC, BLOSC2))
             set_filters(plist, filters)
         return plist
@@ -358,7 +358,7 @@ class Transfer:
         return self._writer.open(self._target, np.dtype(f"V{self._rewrite.itemsize}"))
 
     def _by_hdf5(self, blocks: Sequence[Block]) -> Iterator[Block]:
-        """Have HDF5 read and write variable-length elements, with references changed."""
+        """Have HDF5 read and write elements with pointers or references; convert the references."""
         axis = self._rewrite.axis
         for block in blocks:
             values = self._source.read(self._rewrite.selection, block)

@@ -44,8 +44,8 @@ _LEAST = 8  # batches that a run must have to pay off
 _OUTSIDE = -1, -1, False  # epoch, number and whether it is the last, of a batch outside of epochs
 _REMEDY = f"keep fewer batches, or make {named('batch_size')} smaller"
 _OVER = (
-    "The life of this batch is over: the next one was requested, and its memory is reused for other"
-    " samples. Call batch.copy() before that to keep a batch."
+    "The life of this batch is over: the reader has moved on to the next one, and its memory is"
+    " reused for other samples. Call batch.copy() before that to keep a batch."
 )
 
 
@@ -243,8 +243,8 @@ class _ExpiredArrays(dict[str, Any]):
 
     def _refuse(self, *_: object) -> NoReturn:
         raise BatchExpiredError(
-            f"{self._what} was used after the next one had been requested, when its memory is"
-            " reused for other samples; use it before that, or keep batch.copy()"
+            f"{self._what} was used after the reader had moved on to the next one, when its memory"
+            " is reused for other samples; use it before that, or keep batch.copy()"
         )
 
     __getitem__ = values = items = _refuse

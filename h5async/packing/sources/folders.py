@@ -260,7 +260,7 @@ class TarStream(Source):
 def _samples(paths: Sequence[str], *, reads: bool) -> Iterator[_Sample]:
     """Yield the samples of tars with the contents of files or, unless it `reads`, their places.
 
-    Images become the column ``data`` if the first sample has at most one.
+    If the first sample has at most one image, a sample's only image becomes the column ``data``.
     """
     is_single = None
     for tar, path in enumerate(paths):
