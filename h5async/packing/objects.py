@@ -133,7 +133,7 @@ class ObjectCopy:
     """Copies the objects of `source` into the empty file `target`.
 
     `change(path, dataset)` returns how to create a dataset that changes, None for one that stays
-    the same. `leaves_out` is as for `walk`.
+    the same. `leaves_out` is as for `walk`, `moved` as for `References`.
     """
 
     def __init__(
@@ -143,8 +143,9 @@ class ObjectCopy:
         names: tuple[Path, Path],
         change: Callable[[bytes, h5d.DatasetID], Making | None],
         leaves_out: LeavesOut,
+        moved: frozenset[str],
     ) -> None:
-        self.source, self._target, self._change = source, target, change
+        self.source, self._target, self._change, self._moved = source, target, change, moved
         self._names, self._leaves_out = names, leaves_out
         self._types: dict[int, h5t.TypeID] = {}  # committed in the target, by source address
         # HDF5 cannot copy objects between files with different address sizes.
@@ -168,7 +169,7 @@ class ObjectCopy:
     @cached_property
     def references(self) -> References:
         """Converts references to refer to the target's objects."""
-        return References(self.source, self._target, self.twins)
+        return References(self.source, self._target, self.twins, self._moved)
 
     def make(self) -> list[bytes]:
         """Create all objects; return the paths of datasets (no scalars) that still lack values."""

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from h5async.errors import DatasetError, ReadError
 from h5async.index.hdf5 import hdf5_function
+from h5async.spelling import name_text
 
 _ID, _POINTER, _TEXT = ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p
 _REGION = 1  # H5R_DATASET_REGION
@@ -123,13 +124,18 @@ class References:
     """Converts references to a file's objects to refer to their copies in another file.
 
     `twins` maps addresses of objects to their copies. References to anything else become null, like
-    those to a removed object.
+    those to a removed object. Copies at the paths `moved` have other rows at the same places, so
+    region references to them raise `DatasetError`.
     """
 
     def __init__(
-        self, source: h5py.h5f.FileID, target: h5py.h5f.FileID, twins: Mapping[int, Twin]
+        self,
+        source: h5py.h5f.FileID,
+        target: h5py.h5f.FileID,
+        twins: Mapping[int, Twin],
+        moved: frozenset[str],
     ) -> None:
-        self._source, self._target, self._twins = source, target, twins
+        self._source, self._target, self._twins, self._moved = source, target, twins, moved
 
     def change(self, values: RawValues) -> None:
         """Change the references in elements, in place."""
@@ -162,7 +168,7 @@ class References:
                     for reference in found:
                         region = _region_of(reference.copy(), file, values.where)
                         taken.append(
-                            (0, b"") if region is None else (region[0], region[1].encode())
+                            (0, b"") if region is None else (region[0], _selected(region[1]))
                         )
                     found[:] = 0
         return taken
@@ -185,6 +191,12 @@ class References:
         found = _region_of(reference, self._source, where)
         twin = None if found is None else self._twins.get(found[0])
         if found is not None and twin is not None:
+            path = name_text(twin.path).strip("/")
+            if path in self._moved:
+                raise DatasetError(
+                    f'{where}: a region reference leads to dataset "{path}", whose samples are'
+                    " chosen or reordered; keep all samples of it, or leave the references out"
+                )
             call_hdf5("H5Rcreate", where, new, self._target, twin.path, _REGION, found[1])
         return new
 
@@ -195,9 +207,23 @@ def _region_of(
     """Return the address of the dataset that a reference leads to, and what it selects there."""
     if not reference.any():
         return None
-    found = call_hdf5("H5Rdereference2", where, file, 0, _REGION, reference, result=_ID)
+    try:
+        found = call_hdf5("H5Rdereference2", where, file, 0, _REGION, reference, result=_ID)
+    except ReadError:  # the dataset was removed
+        return None
+    dataset = h5i.wrap_identifier(found)
     region = call_hdf5("H5Rget_region", where, file, _REGION, reference, result=_ID)
-    return h5o.get_info(h5i.wrap_identifier(found)).addr, h5s.SpaceID(region)
+    return h5o.get_info(dataset).addr, h5s.SpaceID(region)
+
+
+def _selected(space: h5s.SpaceID) -> bytes:
+    """Return the selection of a dataspace, without the extents, which a repack may change."""
+    kind = space.get_select_type()
+    if kind == h5s.SEL_POINTS:
+        return bytes(space.get_select_elem_pointlist())
+    if kind == h5s.SEL_HYPERSLABS:
+        return bytes(space.get_select_hyper_blocklist())
+    return str(kind).encode()
 
 
 def parts_of(kind: h5t.TypeID, values: Bytes) -> Iterator[tuple[h5t.TypeID, Bytes]]:

@@ -435,7 +435,13 @@ class Repacking:
         """Return the copier of the objects to the new file."""
         first = self._files[0]
         names = Path(first.filename), path
-        return ObjectCopy(first.id, target, names, self._making, self._leaves_out)
+        moved = {
+            path
+            for path, one in self.rewrites.items()
+            if one.shape != one.source.first.extents or not one.selection.is_prefix
+        }
+        change, leaves_out = self._making, self._leaves_out
+        return ObjectCopy(first.id, target, names, change, leaves_out, frozenset(moved))
 
     @property
     def _attributes(self) -> dict[str, dict[str, Any]]:

@@ -29,7 +29,14 @@ from h5async.order.selection import Selection
 from h5async.packing.chunkwriter import ChunkWriter, DatasetWriter
 from h5async.packing.encodedsamples import encoded_images
 from h5async.packing.objects import Making, ObjectCopy, is_outside
-from h5async.packing.rawvalues import Bytes, RawValues, References, call_hdf5, is_by_hdf5
+from h5async.packing.rawvalues import (
+    Bytes,
+    RawValues,
+    References,
+    call_hdf5,
+    has_pointers,
+    is_by_hdf5,
+)
 from h5async.packing.rowsource import Block, Extents, RowSource
 from h5async.spelling import named
 
@@ -203,7 +210,9 @@ class Rewrite:
             if plist.get_nfilters():
                 plist.remove_filter(_ALL_FILTERS)
             filters = self.filters or ()
-            if self.is_by_hdf5:  # blosc crashes on pointers: HDF5 does not pass it the element size
+            if has_pointers(
+                self.source.kind
+            ):  # blosc crashes: HDF5 does not pass it the element size
                 filters = tuple(one for one in filters if one.number not in (BLOSC, BLOSC2))
             set_filters(plist, filters)
         return plist

@@ -702,3 +702,41 @@ def test_references_lead_to_the_copies(tmp_path, chunks, options):
             region = file["regions"][at]
             assert file[region].name == "/group/one"
             assert file[region][region].tolist() == [number, number + 1]
+
+
+def file_with_regions(path):
+    with h5py.File(path, "w") as file:
+        file["before"], file["removed"] = np.arange(20_000), np.arange(5)
+        file["data"] = np.arange(8)
+        file.create_dataset("big", data=np.arange(4000), chunks=(100,), maxshape=(None,))
+        regions = file.create_dataset("regions", 8, h5py.regionref_dtype, chunks=(4,))
+        for number in range(6):
+            regions[number] = file["big"].regionref[number : number + 100 : 3]
+        regions[6] = file["removed"].regionref[1:3]
+        file["data"].attrs["regions"] = file["removed"].regionref[1:3]
+        del file["removed"]
+    return path
+
+
+def test_region_references_to_what_is_rewritten_or_removed(tmp_path):
+    source, target = file_with_regions(tmp_path / "in.h5"), tmp_path / "out.h5"
+    chunks = {"big": (50,), "regions": (3,)}
+    h5async.repack(source, target, chunks=chunks, verify=True)
+    with h5py.File(target) as file:
+        assert file["big"].chunks == (50,)
+        for number in range(6):
+            values = file["big"][file["regions"][number]]
+            assert values.tolist() == list(range(number, number + 100, 3))
+        assert not file["regions"][6]
+        assert not file["regions"][7]
+        assert not file["data"].attrs["regions"]
+
+
+def test_region_references_to_chosen_samples_are_refused(tmp_path):
+    source = file_with_regions(tmp_path / "in.h5")
+    with h5py.File(source, "a") as file:
+        file["regions"][7] = file["data"].regionref[2:4]
+    chosen = {"indices": [5, 6, 7], "fields": ["data", "regions"]}
+    with pytest.raises(DatasetError, match=r'"regions".* leads to dataset "data", .*keep all'):
+        h5async.repack(source, tmp_path / "out.h5", **chosen)
+    assert not (tmp_path / "out.h5").exists()
