@@ -127,7 +127,7 @@ def test_threads_and_chunks_for_which_there_is_no_memory(path, caplog, monkeypat
     reader_of(path, num_threads=4).close()
     warned = at(caplog, "WARNING")
     assert any("memory suffices for 2 of 4 threads" in text for text in warned)
-    assert any("700 bytes of decoded chunks would be kept" in text for text in warned)
+    assert any("700 bytes of decoded chunks should be kept" in text for text in warned)
 
 
 def test_without_the_core_one_warning_says_so(path, caplog, monkeypatch):

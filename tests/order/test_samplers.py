@@ -221,7 +221,7 @@ def raising():
 @pytest.mark.parametrize(
     ("sampler", "message"),
     [
-        ([1, COUNT], "sample 100 was drawn for epoch 0, and the dataset has samples 0 to 99"),
+        ([1, COUNT], "sample 100 was drawn for epoch 0, but the dataset has samples 0 to 99"),
         ([-1], "sample -1"),
         ([1.5], "must draw integers"),
         (["a"], "must draw integers"),
