@@ -395,7 +395,7 @@ class CudaDevice(Device):
         return core_uploads(core, gpu, (self.copy_stream.ptr, self.work_stream.ptr), slots, own)
 
     def taking(self, turns: Turns) -> Callable[..., bool]:
-        """Return `Turns.take`, made to order batches with the caller's streams."""
+        """Return a form of `Turns.take` that orders a batch's work with the caller's streams."""
         return taking_in_order(self.gpu, turns)
 
     def _compile(self) -> None:
@@ -490,7 +490,7 @@ class CudaDevice(Device):
                     runtime.memsetAsync(array.data.ptr, 255, array.nbytes, current)
 
     def current(self) -> AbstractContextManager[Any]:
-        """Make this GPU current in a context, and turn its errors into `DeviceError`."""
+        """Return a context manager: this GPU is current, and its errors become `DeviceError`."""
         return self.gpu.working("arrays could not be copied")
 
     def close(self) -> None:

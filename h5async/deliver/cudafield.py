@@ -308,7 +308,7 @@ def core_uploads(
 
 
 def taking_in_order(gpu: Gpu, turns: Turns) -> Callable[..., bool]:
-    """Return `Turns.take`, made to order batches with the caller's streams."""
+    """Return a form of `Turns.take` that orders a batch's work with the caller's streams."""
     take, get_current = turns.take, gpu.driver.cuCtxGetCurrent
 
     def take_in_order(taken: list[Any], seconds: float | None = None) -> bool:

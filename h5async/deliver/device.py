@@ -205,7 +205,7 @@ class DeviceSlot:
         """Make the caller's current streams wait for the upload."""
 
     def release(self) -> None:
-        """Record that the caller's current streams have no further work on the batch."""
+        """Record events on the caller's current streams, after their work on the batch."""
         if self._pinning is not None:
             self._copies = self._pinning.record()
 
@@ -252,7 +252,7 @@ class Device:
         """Return the parameters for uploads by the core; None if it cannot upload."""
 
     def taking(self, turns: Turns) -> Callable[..., bool]:
-        """Return `Turns.take`, made to order batches with the caller's streams."""
+        """Return `Turns.take`; on a GPU, a form that orders work with the caller's streams."""
         return turns.take
 
     def host_memory(self, nbytes: int) -> NDArray[np.uint8]:

@@ -55,7 +55,7 @@ class Gpu:
             self.driver = load_driver()
         except OSError as error:
             raise DeviceError(f"{self.name}: CUDA's driver cannot be loaded ({error})") from error
-        self.errors: tuple[type[Exception], ...]  # the exceptions that CuPy raises
+        self.errors: tuple[type[Exception], ...]  # CuPy's exceptions for CUDA's errors
         self.errors = runtime.CUDARuntimeError, driver.CUDADriverError, lack
         with self.failing("it cannot be used"):
             self.context = in_own_thread(partial(_primary_context, cupy, number))

@@ -403,7 +403,7 @@ class SlotRing(Generic[Result]):
             if entry is not None:  # None if the ring is closed
                 entry.result = result
                 entry.is_ready = True
-                self.completions.wake()  # also if not for the next batch: it may assign slots
+                self.completions.wake()  # for any batch: a waiting consumer may assign slots
 
     def fail(self, error: BaseException) -> None:
         """Report an error outside of any batch: assignments may never be carried out."""

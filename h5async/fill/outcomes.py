@@ -112,7 +112,7 @@ class FillerStats(NamedTuple):
 
     `stage_seconds` has the stages that are not in `counts`; `fallback_reads` went through h5py;
     `cache` says what is kept in memory, or why nothing is; `broken_images` were replaced; `fetched`
-    counts the requests to far sources.
+    counts bytes, requests and times of far sources.
     """
 
     stage_seconds: Mapping[str, float] = dict.fromkeys(STAGES, 0.0)
@@ -123,7 +123,7 @@ class FillerStats(NamedTuple):
     fetched: FetchCounts = FetchCounts()
 
     def plus(self, other: FillerStats, times: int = 1) -> FillerStats:
-        """Return the sum with `times` times the work of another filler; `cache` is the same."""
+        """Return the sum with `times` times the work of another filler; `cache` is this one's."""
         mine, others = self.stage_seconds, other.stage_seconds
         return FillerStats(
             {stage: max(0.0, mine[stage] + times * others[stage]) for stage in STAGES},

@@ -410,7 +410,7 @@ class Phases:
     ) -> None:
         """Begin a phase: do all `works` in any threads, and `then` after all of them.
 
-        The works `meanwhile` are queued before the last of them, and not waited for.
+        Any works `meanwhile` are queued just before the last of `works`, and not waited for.
         """
         if not works or batch.error is not None or batch.damage:
             self._go_on(batch, then)

@@ -204,7 +204,7 @@ class WorkPool(Workers):
         return not self.is_stopped and self.run(self._run_next)
 
     def begin_next(self) -> None:
-        """Do work that is not on the heap, if there is any, in a thread of the pool; don't wait."""
+        """Do work that is not on the heap, if any, without waiting. For threads of the pool."""
         work = None if self._own_tickets is None else self._own_tickets.get_here()
         if work is not None:
             work()

@@ -152,7 +152,7 @@ class BatchReader:
     ) -> BatchQueue | None:
         """Return a queue for batches that the core reads and uploads alone; None if it cannot.
 
-        If samples are `resident` on a GPU, the core uploads only batches of those.
+        With a cache on a GPU (`resident`), the core uploads only batches of samples kept there.
         """
         core, collection, kept = self.core, self._collection, None
         if core is None or collection is None or self._plan_columns:
@@ -287,7 +287,6 @@ class BatchReader:
     def _plan_core(
         self, index: Int64s, batches: _Batches, others: Names[int], draw: Uint64s | None
     ) -> list[BatchItems]:
-
         collection, more = batches.collection, list[BatchItems]()
         wanted = [False] * len(self._layouts)
         for field, can_read in enumerate(collection.tables.can_read):
@@ -330,7 +329,6 @@ class BatchReader:
     def _samples_plan(
         self, field: int, sample: Int64s, rows: Int64s, index: Int64s, draw: Uint64s | None
     ) -> SamplesPlan:
-
         draws, nbytes = self._draws.get(field), self._layouts[field].part_nbytes
         if draws is None:
             return SamplesPlan(sample, rows, rows.size * nbytes)
@@ -366,8 +364,8 @@ class BatchReader:
     ) -> None:
         """Read what the core has left; `H5AsyncError` if bytes cannot be read or decoded.
 
-        `draw`: see `draw`, for the batch's epoch. If `damage` is given, errors for items that the
-        core found damaged are added to it instead of raised.
+        `draw` is the result of the method `draw` for the batch's epoch. If `damage` is given,
+        errors for items that the core found damaged are added to it instead of raised.
         """
         if isinstance(left, SlotBatch):
             with self._scratch() as scratch:

@@ -248,7 +248,7 @@ class Submissions(QueuedBatches):
     def numbers(self, sampling: Sampling, first: int, epoch: int, start: int) -> Numbers | None:
         """Return the samples of batches from serial `first`, at `start`, to the end of an epoch.
 
-        It is fewer batches if samples must be listed one by one; None if they cannot be known now.
+        Fewer batches if samples must be listed one by one; None if they cannot be known now.
         """
         cache = self._cache  # Python may have to read samples that are not in it
         leaves_any = not self._reader.fills_alone and cache is not None and not cache.has_all

@@ -1,4 +1,4 @@
-"""Files open in h5py: explains why HDF5 cannot open one, keeps the most recently used ones open.
+"""Says why HDF5 cannot open a file, and keeps the most recently used files open in h5py.
 
 HDF5's own messages ("file signature not found") are the same for a failed download and for a file
 of another format. The first bytes, the size and the superblock tell more. Also computes how many

@@ -162,7 +162,7 @@ def tree_header(form: Format, offset: int) -> Place:
 
 
 class _Level(NamedTuple):
-    """The sizes of counts that the level above has of nodes at this one, and a node's maximum."""
+    """Sizes of the two counts in pointers to nodes of a level; maximum records in and below one."""
 
     count_nbytes: int
     total_nbytes: int

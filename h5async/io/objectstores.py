@@ -62,8 +62,8 @@ class Place(NamedTuple):
 class RemoteSource(Source):
     """An open object. `meta` and `beginning` are the metadata and bytes of the first response.
 
-    Calls end when the source is closed, or on an interruption. Except that `get_ranges` of a single
-    range, outside the main thread, blocks until the client gives up, because that is cheaper.
+    Calls end when the source is closed, or on an interruption. But `get_ranges` of a single range,
+    outside the main thread, blocks until the client gives up, because that is cheaper.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class RemoteSource(Source):
         self._stamp = FileStamp.of_tag(tag or meta["last_modified"].isoformat(), meta["size"])
         has_strong_tag = meta["e_tag"] and not meta["e_tag"].startswith("W/")
         self._condition = {"if_match": meta["e_tag"]} if has_strong_tag else {}
-        self._address: tuple[WebAddress | None, float] = None, -math.inf  # with its time of making
+        self._address: tuple[WebAddress | None, float] = None, -math.inf  # and when it was made
 
     def stamp(self) -> FileStamp:
         """Return the state that all reads refer to."""

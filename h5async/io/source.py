@@ -73,7 +73,7 @@ class FileStamp(NamedTuple):
 
     @classmethod
     def of_tag(cls, tag: str, nbytes: int) -> FileStamp:
-        """Return the stamp of a source that is identified by a tag."""
+        """Return the stamp of a source with a tag; another tag means another source."""
         digest = hashlib.blake2b(tag.encode(), digest_size=16).digest()
         device, inode = (n >> 1 for n in struct.unpack("<QQ", digest))
         return cls(device, inode, nbytes)
@@ -294,8 +294,8 @@ def can_map(file: str | int) -> bool:
         failed = ask_descriptor(file, status)
     else:
         failed = ask_path(os.fsencode(file), status)
-    # The structure begins with the type: 32 bits, or on some machines 64, lower half first. (On
-    # 64-bit big-endian machines this reads 0, and files are not mapped.)
+    # The structure begins with the type: 32 bits, or on some machines 64, lower half first. (If 64
+    # bits are big-endian, this reads 0, and files are not mapped.)
     return not failed and int(status[0]) in _LOCAL_FILE_SYSTEMS
 
 
@@ -343,7 +343,7 @@ def collecting_later() -> Iterator[None]:
     left this context.
     """
     is_on = gc.isenabled()
-    gc.disable()  # not while the lock is held, either
+    gc.disable()  # first: it must not run while the lock is held, either
     with _Collecting.lock:
         _Collecting.num_keeping += 1
         _Collecting.was_on |= is_on or gc.isenabled()

@@ -307,7 +307,7 @@ def _cut(lengths: Int64s, limits: Limits) -> Int64s:
 def cut_sorted(lengths: Int64s, windows: Int64s, limits: Limits) -> tuple[Int64s, Int64s]:
     """Sort samples by length within windows, longest first, and cut them into batches.
 
-    The values of a batch are its samples times the longest length. `windows` is where these end.
+    The values of a batch are its samples times the longest length. `windows` has the windows' ends.
     Returns the sorted samples' indices, int64 (n,), and where batches end. The sort is stable.
     """
     core = load_core()

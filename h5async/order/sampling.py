@@ -264,7 +264,7 @@ class Sampling:
         return self.order
 
     def _in_passes(self, epoch: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the passes that contain positions of an epoch, with the first and last in each."""
+        """Yield the passes that contain positions of an epoch, and begin and end in each."""
         size = self.pass_samples or self.num_samples
         at, end = (epoch * self.num_samples + position for position in (start, stop))
         while at < end:

@@ -294,8 +294,8 @@ def part_of(
     """Return the samples of part `number`, int64 (n,), ascending; the shares sum up to at most 1.
 
     `groups` and `classes` are (num_samples,), of any sortable dtype. Equal groups stay together.
-    Each part has its share of each class. The class of a group is that of most of its samples; of
-    several with as many, the smallest.
+    Each part has its share of each class. The class of a group is the most frequent one of its
+    samples; in a tie, the smallest.
     """
     begin, end = _edge(shares[:number]), _edge(shares[: number + 1])
     if groups is None and classes is None:

@@ -50,8 +50,8 @@ _SEND_FLAGS = getattr(_socket, "MSG_NOSIGNAL", 0)
 
 _MAX_CAUSES = 8
 _FOUND = (
-    "has changed since the reader was made, as a new helper process found that replaces one that"
-    " died"
+    "has changed since the reader was made, as found by a new helper process, which replaces one"
+    " that died"
 )
 _KNOWN = {kind for kind in vars(errors).values() if isinstance(kind, type)}
 

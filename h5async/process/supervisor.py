@@ -126,8 +126,8 @@ class Outstanding:
         """Count the helper's end against each request that it had.
 
         If it took no requests yet, it was started for the oldest one, which is blamed instead.
-        Returns the requests, oldest first, and their counts, from `MAX_DEATHS` on. They stay until
-        `remove`.
+        Returns the requests with a count of `MAX_DEATHS` or more, and their counts, oldest first.
+        They stay until `remove`.
         """
         assert not self._takes_requests, "the helper has not ended"
         entries = self._in_order()
@@ -221,7 +221,7 @@ class Supervisor:
             return True
 
     def note(self, message: Any) -> None:
-        """Post a message without an answer; not before `Starting`, which has its content."""
+        """Post a message without an answer; dropped unless `Starting` was posted before."""
         self._post(message)
         self._wake_sender()
 

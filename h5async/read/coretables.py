@@ -285,7 +285,7 @@ class CoreTables:
         return source.path if source.values is None else number
 
     def open_ahead(self, is_closed: Callable[[], bool]) -> Iterator[int]:
-        """Open the first files; yield the numbers of those that differ from the indexed ones."""
+        """Open the first files; yield the numbers of those that cannot be opened as indexed."""
         for number, source in enumerate(self.files[: self._most_files]):
             if is_closed():
                 return

@@ -71,7 +71,7 @@ class Reading(NamedTuple):
 class KeptSamples(NamedTuple):
     """Samples whose rows are kept in memory, which `tables` describes; None: on a GPU.
 
-    Sample i in memory is at position i of `ascending`. `stamps` and `state` say which samples are
+    Sample i in memory is the one at position i of `ascending`. `stamps` and `state` say which are
     present, as in `Residency`. Unless `reads_files`, batches with other samples are left to Python.
     """
 
