@@ -59,7 +59,7 @@ class MetadataFile(io.RawIOBase):
         self._block_nbytes, self._block_end = _BLOCK_NBYTES, 0
         self._few_nbytes = _FEW_NBYTES
         self._form = Format()
-        self._todo: list[tuple[Place, bool]] = []  # next comes last; True: follow all that is below it
+        self._todo: list[tuple[Place, bool]] = []  # next comes last; True: follow all below it
         self._seen: set[tuple[int, int]] = set()
         self._objects: dict[int, Place] = {}  # of groups, by offset
         self._offsets: list[int] | None = None  # sorted keys of `_objects`; None: out of date
