@@ -57,7 +57,7 @@ class CodesKind(FieldKind):
         names, tables = union_of(several)
         if all(one == names for one in several):  # not so with duplicate names, either
             self.categories = Categories(names)
-            _require_codes(joined[self.name], len(names), reach)  # nothing else would
+            _require_codes(joined[self.name], len(names), reach)  # no mapping finds invalid codes
         else:
             where = tuple(f'{one.file}: column "{one.path}"' for one in facts)
             _check_mapping(self.name, self.field, config, where)

@@ -160,7 +160,7 @@ class _ImageDecoder(FieldDecoder):
         places, first, missing = images, np.arange(index.size + 1), images[:0]
         if isinstance(self._spans, StepSpans):
             runs, images = self._spans.places(index)
-            places = np.argsort(images, axis=None, kind="stable")  # by image, without one first
+            places = np.argsort(images, axis=None, kind="stable")  # by image, those without first
             first = np.searchsorted(images.ravel()[places], np.arange(runs.size + 1))
             places, missing, first = places[first[0] :], places[: first[0]], first - first[0]
         headers = self._headers(encoded, runs, batch.refuse)

@@ -92,7 +92,7 @@ class SampleArrays:
         raise NotImplementedError
 
     def misfit(self) -> str | None:
-        """Return why the arrays do not fit together, or None; libraries do not check this."""
+        """Return why the arrays do not fit together, or None; libraries assume that they do."""
         raise NotImplementedError
 
 

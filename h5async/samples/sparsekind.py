@@ -63,14 +63,14 @@ class SparseKind(FieldKind):
     def columns(self) -> dict[str, Field]:
         """The values of rows, and their indices."""
         field = self.field
-        # (The `offset` of dense rows also applies to missing values: it is added later.)
+        # (The `offset` of dense rows is added later, to values that are not stored, too.)
         offset = None if field.dense else field.offset
         dtype = None if field.counts else field.delivered_dtype  # totals are of stored values
         values = Field(f"{field.path}/data", dtype=dtype, scale=field.scale, offset=offset)
         return {self.name: values, self.name + INDICES: Field(f"{field.path}/indices")}
 
     def facts(self) -> dict[str, Wanted]:
-        """Return values, indices, and the shape; column names if chosen by name."""
+        """Return values, indices, and the shape; names of columns if they are chosen by name."""
         name, path = self.name, self.field.path
         found = {
             name: Wanted.at(f"{path}/data", kind=ROWS),
