@@ -1,6 +1,6 @@
 """Opens the dataset: indexes its files, and makes the orders of its samples.
 
-Options enter; the layout of each field across all files leaves, and the distribution of samples.
+Options enter; the layout of each field across all files, and the distribution of samples, leave.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ from h5async.samples.fieldkind import FieldKind, Rows, steps_of
 from h5async.spelling import named
 from h5async.system.interruptions import suppressing
 
-_LEAST_AHEAD = 1 << 16  # samples of an epoch, of which it pays to have a thread make the order
+_LEAST_AHEAD = 1 << 16  # samples of an epoch from which on a thread makes the order
 
 
 class OpenedDataset(NamedTuple):
     """An open dataset.
 
-    `config` is the options with the kinds of all fields; `layouts` are by column name, in order;
-    `kinds` are by field name; so are the `static` values of the whole dataset. The files `skipped`
-    were left out.
+    `config` has the options with the kinds of all fields resolved; `layouts` are by column name, in
+    order; `kinds`, and the `static` values of the whole dataset, are by field name. `skipped` are
+    the files that were left out.
     """
 
     config: ReaderConfig
@@ -71,7 +71,7 @@ class OpenedDataset(NamedTuple):
 def open_dataset(config: ReaderConfig) -> OpenedDataset:
     """Index the files one by one; meanwhile the system reads the beginning of the first one.
 
-    Raises as in `AsyncReader`.
+    Raises like `AsyncReader`.
     """
     given = config.batch_fields | config.static_fields
     fields = {name: field.normalized(name) for name, field in given.items()}
@@ -85,7 +85,7 @@ def open_dataset(config: ReaderConfig) -> OpenedDataset:
 
 def _open_good(config: ReaderConfig) -> OpenedDataset:
     files, failed = config.files, dict[FileName, Exception]()
-    for file in files:  # the first good one says what the fields are
+    for file in files:  # the first good one determines the fields
         try:
             _open(config.model_copy(update={"hdf5_path": file, "index_cache": False}), None)
             break
@@ -147,7 +147,7 @@ def _open_kinds(
             return {}
 
     wanted = {name: need.wanted for name, need in needs.items()}
-    files = config.files  # which looks for those that match globs
+    files = config.files  # expands globs on each access
     several = known_of_files(files, wanted, read, reach, config.index_cache, indices)
     columns = columns_of(kinds)
     once = {name: field for name, field in columns.items() if field.per is not None}
@@ -193,7 +193,7 @@ def _open_kinds(
 
 
 def _check_ragged(config: ReaderConfig, kinds: Mapping[str, FieldKind]) -> None:
-    """Raise ConfigError for options that do not go together with samples of differing lengths."""
+    """Raise ConfigError for options that do not support samples of differing lengths."""
     kind = next((kind for kind in kinds.values() if kind.is_ragged), None)
     if kind is None or not config.keeps_rows:
         return
@@ -212,12 +212,12 @@ def _check_ragged(config: ReaderConfig, kinds: Mapping[str, FieldKind]) -> None:
 class Samplings:
     """The orders of the samples of a dataset, each made once. Thread-safe.
 
-    `chosen` are the samples of an epoch, if already known; `selection` and `sequences` are of it.
-    `rows` says, per column, which rows each sample consists of; None means its own. An epoch's
-    order has `epoch_samples` positions: samples selected, or drawn; if these are more or fewer than
-    the selected samples, epochs continue in passes of all of these (`has_passes`). `draws` and
-    `sampler` are the orders of the options `weights` and `sampler`, if given; `lengths` are the
-    numbers of values that samples count, if batches depend on them.
+    `chosen` are the samples of an epoch, if already known; `selection` and `sequences` are part of
+    it. `rows` are, per column, the rows of each sample; None means its own row. An epoch's order
+    has `epoch_samples` positions, for selected or drawn samples; if there are more or fewer
+    selected samples than positions, epochs continue each other in passes over all of them
+    (`has_passes`). `draws` and `sampler` are the orders of the options `weights` and `sampler`, if
+    given; `lengths` are the numbers of values of samples, if batches depend on them.
 
     H5AsyncError if the datasets that select samples do not fit the dataset, or cannot be read.
     """
@@ -231,7 +231,7 @@ class Samplings:
         self.config, self.layouts = config, layouts
         self._first = next(iter(layouts.values()))
         self._made: dict[OrderKey, Sampling] = {}
-        # Has a thread call a function, if there is one; and for which epoch it was last used.
+        # Has a thread call a function, if there is one; the order and epoch last made that way.
         self.aside: Callable[[Callable[[], None]], None] | None = None
         self._ahead: tuple[OrderKey, int] | None = None
         found = choose(config, layouts) if chosen is None else chosen
@@ -271,7 +271,7 @@ class Samplings:
     def make_ahead(self, order: OrderKey, epoch: int) -> None:
         """Have a thread make the order of an epoch, if that takes long. Never blocks.
 
-        Of earlier ones, only that of the epoch before is still needed.
+        Of earlier orders, only the previous epoch's is still needed.
         """
         aside = self.aside  # another thread may close the reader
         if aside is not None and self.makes_ahead and self._ahead != (order, epoch):
@@ -298,9 +298,9 @@ class Samplings:
         return FillRequest(slot, serial + 1, epoch, number, start, order)
 
     def check(self, samples: NDArray[np.int64], where: str) -> None:
-        """Check that samples have all the steps that they must have.
+        """Check that rows can be samples; ConfigError if one cannot be.
 
-        ConfigError if one does not; the message begins with `where`.
+        The message begins with `where`.
         """
         if self.all_are_possible:
             return
@@ -331,7 +331,7 @@ class Samplings:
 
     @property
     def _times(self) -> int:
-        """How often a sample may occur in a batch, at most."""
+        """The maximum number of times that a sample may occur in a batch."""
         is_drawn = self.draws is not None or self.sampler is not None
         is_sorted = self.has_passes and self.config.bucket is not None  # by length, over passes
         if is_drawn or is_sorted or self.selection.has_repeats:
@@ -351,7 +351,7 @@ class Samplings:
         times = self._times
         if isinstance(rows, StepSpans):
             return rows.most(samples)
-        selected = self.selection if self.offsets is None else self._possible  # they move there
+        selected = self.selection if self.offsets is None else self._possible  # they move within it
         if not selected.is_prefix or selected.size < rows.size:
             numbers = selected.samples(np.arange(selected.size, dtype=np.int64))
             most = LengthRows(rows.lengths(numbers)).most(samples, times=times)
@@ -416,7 +416,7 @@ class Samplings:
 
 
 def _make_ahead(sampling: Sampling, epoch: int) -> None:
-    with suppressing(Exception):  # whoever needs it makes it again, and raises it
+    with suppressing(Exception):  # the consumer makes it again, and raises the error
         sampling.batch_at(epoch, 0)
 
 

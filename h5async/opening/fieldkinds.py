@@ -1,7 +1,7 @@
-"""Finds the kinds of fields that have none yet, from the objects at their paths.
+"""Determines the kinds of plain fields from the objects at their paths.
 
-Options enter; the same options leave, with fields of other kinds where needed. Or what a saved
-index has of files, for such options.
+Options enter; the same options leave, with fields of other kinds where needed; or the content of
+files for a saved index.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def with_kinds(
     The options are the same object if nothing changed.
 
     The first group of `grouping`, and the first saved index among the files, determine the kinds.
-    ConfigError if the name of a mask is taken, or a kind does not go together with other options;
+    ConfigError if the name of a mask is taken, or a kind cannot be used with other options;
     H5AsyncError if a field is of a kind that cannot be read.
     """
     fields = {
@@ -109,11 +109,11 @@ def with_kinds(
 
 
 def unlike(config: ReaderConfig, reach: Reach, grouping: Grouping | None) -> DatasetError | None:
-    """Return an error that says where paths lead to other kinds than in the first file, or None."""
+    """Return an error for a path whose kind is not that in the first file, or None."""
     files = [path for path in config.files if not is_index(path)]
     several = config.batch_fields.items()
     paths = {name: field.path for name, field in several if field.per is None}
-    with suppressing(H5AsyncError):  # of files that cannot be looked into
+    with suppressing(H5AsyncError):  # in files that cannot be read
         first = _in_file(files[0], paths, reach, grouping) if len(files) > 1 else {}
         for path in files[1:]:
             here = _in_file(path, paths, reach, grouping)
@@ -130,7 +130,7 @@ def unlike(config: ReaderConfig, reach: Reach, grouping: Grouping | None) -> Dat
 def _in_index(
     index: NamedIndex, paths: Mapping[str, str], grouping: Grouping | None
 ) -> dict[str, _Found]:
-    """Return what a saved index says of paths, as far as it knows them."""
+    """Return the objects at those paths that a saved index knows."""
     found: dict[str, _Found] = {}
     groups = "" if grouping is None else str(grouping)
     datasets = index.datasets(0) if index.paths else ()
@@ -172,8 +172,8 @@ def _column_fields(
 ) -> dict[str, Field]:
     """Return the fields that represent a column: its codes, or values and a mask.
 
-    `kind` and `values` are those of `_Found`. Raises ConfigError if there already is a field with
-    the mask's name, if a helper process would read them, or if they are in groups.
+    `kind` and `values` are those of `_Found`. Raises ConfigError if a field already has the mask's
+    name, or sequences are groups.
     """
     where = f'{config.files[0]}: column "{field.path}" ({name})'
     if config.sequences is not None and config.sequences.groups is not None:
@@ -198,7 +198,7 @@ def _column_fields(
     return made | {mask: Field(f"{path}/mask", **options)}
 
 
-# --- what a saved index has of files --------------------------------------------------------------
+# --- the content of files for a saved index -------------------------------------------------------
 
 _FILES_OF_JOB = 16
 
@@ -206,9 +206,9 @@ _FILES_OF_JOB = 16
 def index_files(
     config: ReaderConfig, reach: Reach, refused: list[H5AsyncError], *, ray: str | None = None
 ) -> Iterator[IndexedFile]:
-    """Yield the index of each file; add why datasets have no layout to `refused`.
+    """Yield the index of each file; append errors of datasets without a layout to `refused`.
 
-    If `ray` is a cluster, jobs there index some files each.
+    With `ray`, jobs on that cluster index several files each.
     """
     tell, paths, number = on_indexed.get(), config.files, 0
     step = 1 if ray is None else _FILES_OF_JOB
@@ -230,11 +230,11 @@ class _Indexing:
         self._needs: dict[str, Need] | None = None
 
     def __reduce__(self) -> Any:
-        """Return what another process needs."""
+        """Return the state that another process needs."""
         return _Indexing, (self._config, None)
 
     def __call__(self, paths: Sequence[FileName]) -> list[tuple[IndexedFile, list[H5AsyncError]]]:
-        """Return the index of each file, and why datasets have no layout."""
+        """Return the index of each file, with the errors of datasets that have no layout."""
         if self._reach is not None:
             return [self._index(path, self._reach) for path in paths]
         reach = reach_of(self._config)

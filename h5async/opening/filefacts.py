@@ -1,22 +1,22 @@
-"""Reads what must be known of a file for fields of any kind, in a form that a saved index holds.
+"""Reads the *facts* that fields need of a file, in the form that a saved index holds.
 
-Fields enter; layouts leave, by the names of their columns, and of what else is needed. All of it is
-a layout: also names and shapes, whose values lie in memory. What a `Wanted` of some kind says:
+Fields enter; facts leave, by the names of columns and of further facts. Each fact is a layout, even
+of names and shapes, whose values lie in memory. The fact for each kind of `Wanted`:
 
 ========================  ======================================================================
 ``""``                    the dataset at its path
-`ONE`, `EACH`             what sequences or files have once: see `oncefields.py`
+`ONE`, `EACH`             one row for each file, group or sequence: see `oncefields.py`
 `HEAP`                    elements of variable length
-``"ends PATH"``           flat values, of which the dataset at PATH says where samples end; also
+``"ends PATH"``           flat values; the dataset at PATH tells where samples end; also
                           ``offsets`` and ``lengths``
 `ROWS`                    the values, or the indices, of a sparse matrix, with its rows
 `SHAPE`                   the shape of the sparse matrix at its path, and a digest of the names of
                           its columns; 0 if they have none
 `TEXTS`                   the names of the columns of the sparse matrix at its path
-`CATEGORIES`, `NULLABLE`  what the codes of a column stand for; that a column has a mask
+`CATEGORIES`, `NULLABLE`  the categories of a column's codes; that a column has a mask
 `IMAGE`, `AUDIO`          that elements of variable length are encoded images, or audio
-`LABELS`, `LABEL_NAMES`   the values as codes; what these stand for. Both may be followed by the
-                          path of the names
+`LABELS`, `LABEL_NAMES`   the values as codes; the categories of these. Both may be followed by
+                          the path of the names
 ========================  ======================================================================
 """
 
@@ -82,7 +82,7 @@ T = TypeVar("T")
 
 
 class Need(NamedTuple):
-    """A fact to read of each file for a field: `wanted`, as the module docstring says."""
+    """A fact to read from each file for a field; for `wanted` see the module docstring."""
 
     kind: FieldKind
     wanted: Wanted
@@ -91,9 +91,9 @@ class Need(NamedTuple):
 def needs_of(
     kinds: Mapping[str, FieldKind], grouping: Grouping | None, config: ReaderConfig
 ) -> dict[str, Need]:
-    """Return the facts to read of each file: all columns by their names, and more.
+    """Return the facts to read from each file, by name: all columns, and more.
 
-    ConfigError if options of a field do not fit what has one value.
+    ConfigError if options of a field do not fit its `per`.
     """
     found: dict[str, Need] = {}
     groups = "" if grouping is None else str(grouping)
@@ -102,7 +102,7 @@ def needs_of(
         once = None if kind.field.per is None else wanted_once(kind.field, config, groups)
         for at, wanted in several.items():
             own = wanted._replace(groups=groups)
-            if once is not None:  # its values, or codes that are made of them
+            if once is not None:  # its values, or codes made from them
                 own = once._replace(kind=f"{once.kind} {wanted.kind}".rstrip())
             found[at] = Need(kind, own)
     return found
@@ -111,7 +111,7 @@ def needs_of(
 def read_known(
     path: FileName, needs: Mapping[str, Need], reach: Reach, grouping: Grouping | None
 ) -> dict[str, DatasetLayout]:
-    """Read the facts of a file, by the names of their needs; columns of groups are joined.
+    """Read the facts of a file, by the names of the needs; columns of groups are joined.
 
     H5AsyncError if the file is missing, damaged, or does not match the fields.
     """
@@ -167,7 +167,7 @@ def _require_equal(parts: Sequence[DatasetLayout], need: Need) -> None:
 def _read_below(
     path: FileName, group: str, needs: Mapping[str, Need], reach: Reach
 ) -> dict[str, DatasetLayout]:
-    """Read the facts other than layouts of a dataset alone; paths are those below a group."""
+    """Read the facts that need more than a dataset's layout; paths are relative to a group."""
     found: dict[str, DatasetLayout] = {}
     matrices: dict[str, dict[str, DatasetLayout]] = {}
     for name, (of_field, wanted) in needs.items():
@@ -197,7 +197,7 @@ def _read_below(
 def _read_labels(
     path: FileName, groups: Sequence[str], needs: Mapping[str, Need], reach: Reach
 ) -> dict[str, DatasetLayout]:
-    """Read values as codes, and what these stand for, of all groups of a file together."""
+    """Read values as codes, and their categories, for all groups of a file together."""
     found: dict[str, DatasetLayout] = {}
     made: dict[tuple[str, str], dict[str, DatasetLayout]] = {}
     for name, need in needs.items():
@@ -212,7 +212,7 @@ def _read_labels(
 def _read_once(
     path: FileName, needs: Mapping[str, Wanted], reach: Reach, grouping: Grouping | None
 ) -> dict[str, DatasetLayout]:
-    """Read what sequences or files have once: values, or codes of values."""
+    """Read one value for each sequence or file, or its code."""
     plain = {
         name: wanted._replace(kind=wanted.kind.partition(" ")[0]) for name, wanted in needs.items()
     }
@@ -288,7 +288,7 @@ def _flat_layout(name: str, at: str, path: FileName, reach: Reach) -> DatasetLay
 def _matrix(
     path: FileName, matrix: str, reach: Reach, parent: str = ""
 ) -> dict[str, DatasetLayout]:
-    """Return the facts of a sparse matrix by the names of its datasets; its shape by ""."""
+    """Return the facts of a sparse matrix by the names of its datasets, and its shape as ""."""
     at = below(parent, matrix).rstrip("/") or "/"
     group, spans = sparse_rows(path, at, reach)
     digest = _tried(_digest, path, parent, matrix, reach)
@@ -309,7 +309,7 @@ def _digest(path: FileName, group: str, matrix: str, reach: Reach) -> int:
 
 
 def _paths_of_names(path: FileName, group: str, matrix: str, reach: Reach) -> Sequence[str]:
-    """Return where the names of a matrix's columns are, and their ids if there are any.
+    """Return the paths of the names of a matrix's columns, and of their ids if there are any.
 
     10x Genomics has both beside the matrix; AnnData has names, in its ``var``.
     """
@@ -352,7 +352,7 @@ def _categories(path: FileName, at: str, of_table: Column, reach: Reach) -> Data
 
 
 def _texts_layout(path: FileName, at: str, names: Sequence[str], reach: Reach) -> DatasetLayout:
-    """Return names as flat bytes, and where each of them begins."""
+    """Return names as flat bytes with offsets."""
     several = [name.encode("utf-8", "surrogateescape") for name in names]
     spans = np.zeros(len(several) + 1, np.int64)
     np.cumsum([len(one) for one in several], out=spans[1:])

@@ -1,4 +1,4 @@
-"""Reads small datasets of the files: a value per sample, a list of numbers, where samples begin."""
+"""Reads small datasets of files: a value per sample, a list of numbers, offsets of samples."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class FileValues:
     """Reads small datasets that the files of a reader have beside its fields.
 
     `first` is the layout of the first field, which has the number of samples per file. The room
-    of `reach` limits the memory for the sizes that files declare.
+    of `reach` limits the memory for sizes that files declare.
     """
 
     def __init__(self, config: ReaderConfig, first: DatasetLayout) -> None:
@@ -56,7 +56,7 @@ class FileValues:
         self.reach = reach_of(config)
 
     def of_samples(self, option: str, path: str) -> NDArray[Any]:
-        """Return a dataset's value per sample, across all files; errors name the option.
+        """Return a dataset's values, one per sample, across all files; errors name the option.
 
         Raises like `read`, or if a file has another number of values than samples.
         """
@@ -98,7 +98,7 @@ class FileValues:
         return one is not None and one.categories is not None
 
     def of_file(self, option: str, file: FileName, path: str, count: int) -> NDArray[Any]:
-        """Return a dataset's value per sample of one file; raises like `of_samples`."""
+        """Return a dataset's values, one per sample of a file; raises like `of_samples`."""
         array = self.read(option, file, path, count)
         check_length(array, file, path, count)
         return array
@@ -148,7 +148,7 @@ class FileValues:
 
 
 def reach_of(config: ReaderConfig) -> Reach:
-    """Return which files the options permit, and how they are read."""
+    """Return the files that the options permit, and how to read them."""
     mode = mapping_mode(config.io)
     room = Room(config.max_batch_bytes)
     named = partial(SourceName, options=config.storage_options, kept=config.kept)
@@ -157,7 +157,7 @@ def reach_of(config: ReaderConfig) -> Reach:
 
 
 def grouping_of(config: ReaderConfig, reach: Reach) -> Grouping | None:
-    """Return which groups of the files are sequences, or None."""
+    """Return the groups of the files that are sequences, or None."""
     sequences = config.sequences
     if sequences is None or sequences.groups is None:
         return None
@@ -201,19 +201,19 @@ def column_at(file: FileName, path: str, reach: Reach) -> Column | None:
 
 
 def categories_of(of_table: Column, reach: Reach) -> NDArray[Any]:
-    """Return what the codes of a categorical column stand for."""
+    """Return the categories of a categorical column."""
     values = of_table.categories
     assert values is not None
     return read_whole(values, reach) if isinstance(values, DatasetLayout) else values
 
 
-_MOST_OFFSETS = 1 << 33  # or elements of variable length, read as a reader is made
+_MOST_OFFSETS = 1 << 33  # or elements of variable length; read while a reader is created
 _OBJECTS = 4096  # elements of variable length that h5py reads at a time
-_RUN_NBYTES = 1024  # what a run of samples takes whose values lie in one file
+_RUN_NBYTES = 1024  # memory per run of samples whose values lie in one file
 _MOST_OFFSET = (1 << 63) - 1
 
 
-# --- where the samples of ragged and sparse fields begin ------------------------------------------
+# --- the offsets of ragged and sparse samples -----------------------------------------------------
 
 
 def heap_layout(at: str, path: FileName, reach: Reach) -> DatasetLayout:
@@ -251,7 +251,7 @@ def heap_layout(at: str, path: FileName, reach: Reach) -> DatasetLayout:
 def _elements_by_h5py(
     at: str, path: FileName, layout: DatasetLayout, form: VariableLength, reach: Reach
 ) -> HeapFile:
-    """Return the elements of a dataset that h5py reads: only their lengths are known."""
+    """Return the elements of a dataset that h5py reads; only their lengths are known."""
     where = f'{layout.file}: dataset "{layout.path}"'
     reach.room.take(layout.nbytes, f"{where}: its elements", files_of(layout))
     length = np.zeros(layout.num_samples, np.uint32)
@@ -269,7 +269,7 @@ def _elements_by_h5py(
 
 
 def _with_heaps(layout: DatasetLayout, heaps: Sequence[HeapFile]) -> DatasetLayout:
-    """Return the layout of the values of elements, by that of their references."""
+    """Return the layout of the values of elements, from that of their references."""
     dtype = heaps[0].elements.form.dtype
     base, inner = dtype.subdtype or (dtype, ())
     found = layout.without_place(
@@ -285,7 +285,7 @@ def _with_heaps(layout: DatasetLayout, heaps: Sequence[HeapFile]) -> DatasetLayo
 def _cut(
     blocks: Iterable[tuple[int, NDArray[np.uint8]]], begin: Int64s
 ) -> Iterator[tuple[int, int, NDArray[np.uint8]]]:
-    """Cut blocks of samples where runs begin; the number of the run and the first sample lead."""
+    """Cut blocks of samples where runs begin; yield run number, first sample, and piece."""
     for first, block in blocks:
         run, end = int(np.searchsorted(begin, first, side="right")) - 1, first + len(block)
         at = first
@@ -296,13 +296,13 @@ def _cut(
 
 
 def _files_of_samples(layout: DatasetLayout) -> tuple[Int64s, list[tuple[str, FileStamp]]]:
-    """Return which file holds the values of each run of samples, by their references.
+    """Return the runs of samples whose values lie in one file, according to their references.
 
-    The first array has where runs begin, and the number of samples; the list has a file per run.
+    The array has the first sample of each run, and the number of samples; the list, their files.
     """
     segments, datasets = table_of(layout)
     files = [(layout.file, layout.stamp), *datasets.columns.files]
-    # Rows of no dataset are its own; its file may be one of those of the datasets, too.
+    # Rows of no dataset are the layout's own; its file may also be one of the datasets' files.
     numbers = {file: number for number, file in enumerate(files)}
     unique = np.array([numbers[file] for file in files], np.int32)
     number = np.full(layout.num_samples, unique[0])
@@ -317,8 +317,8 @@ def with_spans(
 ) -> DatasetLayout:
     """Return the layout of flat values with the extent of each sample.
 
-    `kind` and `offsets` are the `offsets_kind` of their field, and the path of the dataset of
-    offsets. H5AsyncError if that is missing, does not fit, or cannot be read.
+    `kind` is the `offsets_kind` of the field, and `offsets` the path of the dataset of offsets.
+    H5AsyncError if that is missing, does not fit, or cannot be read.
     """
     where = f'{path}: dataset "{offsets}" (offsets of "{layout.path}")'
     found = value_layout(path, offsets, _MOST_OFFSETS, reach)
@@ -339,8 +339,7 @@ def with_spans(
             f" {named('offsets_kind', 'lengths')}"
         )
     if spans[0] and spans[-1] == layout.num_samples:
-        # (A slice may begin above 0, as in Arrow, and then ends before the last value; see the
-        # log.)
+        # (Offsets of a slice, as in Arrow, may begin above 0, but end before the last value.)
         raise DatasetError(
             f"{where} begins with {spans[0]} and ends with the last value, so that the values"
             f" before would be in no sample: it seems to hold where each sample ends; set"
@@ -357,7 +356,7 @@ def _require_few(count: int, where: str) -> None:
 
 
 def _spans(offsets: DatasetLayout, kind: str, where: str, reach: Reach) -> Int64s:
-    """Read where samples begin, block by block: there may be very many."""
+    """Read where samples begin, block by block, because there may be very many."""
     count = offsets.num_samples
     _require_few(count, where)
     if kind == "offsets" and not count:

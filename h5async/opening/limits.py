@@ -11,7 +11,7 @@ Memory is counted when touched, because untouched pages cost nothing: of a threa
 between filters, as many as its filters use. Not counted are chunk tables, already read and thus no
 longer free, and results of `postprocess`.
 
-Also computes what slots must have room for.
+Also computes the sizes of slots.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ _LEAST_NBYTES = 1 << 20  # always allowed for a list of chunks
 class MemoryPlan(NamedTuple):
     """The memory that a reader may take beyond its needs.
 
-    By their scratch memory there may be `most_threads` per filler, at least 1. `kept_nbytes` are,
-    per field, for decoded chunks that later batches of a filler may need. `left_nbytes` are still
-    free beside all that: for the rows of all samples, for example. `limit_nbytes` is the maximum
-    for any single thing whose size is known when it is read: a batch of images.
+    There is scratch memory for `most_threads` per filler, at least 1. `kept_nbytes` are, per field,
+    for decoded chunks that later batches of a filler may need. `left_nbytes` remain free: for the
+    rows of all samples, for example. `limit_nbytes` is the maximum for any single thing whose size
+    is known only when it is read, such as a batch of images.
     """
 
     most_threads: int
@@ -79,7 +79,7 @@ class _Share(NamedTuple):
 
 
 def free_memory_nbytes() -> int:
-    """Return the memory that this process can still get, by all limits set for it."""
+    """Return the memory that this process can still get, under all limits set for it."""
     return free_memory()[0].nbytes
 
 
@@ -87,9 +87,9 @@ class MemoryBudget:
     """The memory that a reader with some options may take. Made before it takes any.
 
     `layouts` and `transforms` are by column name, in order. Slots have `rows` samples;
-    `made_nbytes` are, by field name, the bytes of a slot for what is made of the rows that are
-    read. `selection` are the samples. `fewer_threads_do` says whether there may be fewer threads
-    than configured.
+    `made_nbytes` are, by field name, the bytes of a slot for arrays made from the rows read.
+    `selection` are the samples of an epoch. `fewer_threads_do`: there may be fewer threads than
+    configured.
     """
 
     def __init__(
@@ -114,15 +114,15 @@ class MemoryBudget:
         self._free = free_memory_nbytes()
         half = int(self._free * MEMORY_SHARE)
         self._limit = half if config.max_batch_bytes is None else config.max_batch_bytes
-        # The option limits each single thing. All together may take more: the same memory serves a
-        # reader with and without the option.
+        # The option limits each single thing. Together they may take more, so that a reader has the
+        # same memory with and without the option.
         self._limit_of_all = max(half, self._limit)
 
     def check(self) -> None:
         """Raise ConfigError if any single part of a reader is above ``max_batch_bytes``.
 
         The parts are: all slots together; any chunk that is held whole, whoever decodes it; a row
-        of a source of which only pieces are wanted; and the list of a batch's chunks.
+        of a source that is read only for pieces of it; and the list of a batch's chunks.
         """
         self._check_slots()
         for name, layout in self._layouts.items():
@@ -185,7 +185,7 @@ class MemoryBudget:
         )
 
     def _shares(self, device_nbytes: int, threads: int) -> Iterator[_Share]:
-        """Yield the needs of a reader with some number of threads per filler."""
+        """Yield the needs of a reader with `threads` threads per filler."""
         config, rows, fillers = self._config, self._rows, self._fillers
         of_slots = f"{config.prefetch} batches of {rows} samples"
         yield _Share(of_slots, sum(self._slots().values()), self._smaller_batches)
@@ -213,7 +213,7 @@ class MemoryBudget:
         at_once = {n: t.slot_rows(rows) * t.rows_of_sample for n, t in self._transforms.items()}
         read = max(_fallback_nbytes(y, at_once[name]) for name, y in self._layouts.items())
         yield _Share("what h5py reads at a time", read, f"make {named('batch_size')} smaller")
-        # In a row are as many pieces as there are layers of datasets.
+        # A row has as many pieces as there are layers of datasets.
         layers = {n: max(1, len(table_of(y)[0].layers)) for n, y in self._layouts.items()}
         planned = sum(several[name] * count for name, count in layers.items())
         plans = rows * PLANNED_SAMPLE_NBYTES + planned * PLANNED_ROW_NBYTES
@@ -247,8 +247,8 @@ class MemoryBudget:
     def _slots(self) -> dict[str, int]:
         """Return the bytes of the slots per field: rows as read, and as delivered.
 
-        Rows as read lie in the memory of the process that reads them, unless they are delivered so.
-        Arrays made of samples of differing lengths belong to the first column.
+        Each process that reads has its own memory for rows as read, unless they are delivered as
+        read. Arrays made from samples of differing lengths count for the first column.
         """
         slots, raws = self._config.prefetch, self._fillers
         return {
@@ -344,7 +344,7 @@ def _read_through_scratch(layout: DatasetLayout) -> Iterator[DatasetLayout]:
 
 
 def _touched_scratch_nbytes(layouts: Sequence[DatasetLayout]) -> int:
-    """Return the part of a thread's scratch that it uses; it is as large as any field needs."""
+    """Return the bytes that a thread uses of its scratch, which is as large as any field needs."""
     size = ScratchSize.of(layouts)
     filters = max(len(leaf.filters) for layout in layouts for leaf, _ in kinds_of(layout))
     of_heaps = HEAP_SCRATCH_NBYTES if any(layout.heaps for layout in layouts) else 0
@@ -418,7 +418,7 @@ def slot_transforms(
 def made_nbytes(
     kinds: Mapping[str, FieldKind], outlines: Sequence[Outline], rows: int
 ) -> dict[str, int]:
-    """Return, by field, the bytes of a slot that the host makes of the rows of its columns."""
+    """Return, by field, the bytes of a slot for arrays that the host makes from its columns."""
     return {
         one.name: rows * one.made_on_host_nbytes + kinds[one.name].decoded_nbytes(rows)
         for one in outlines

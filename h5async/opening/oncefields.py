@@ -1,9 +1,9 @@
-"""Opens fields that each sequence, each file, or the whole dataset has once.
+"""Opens fields with one value per sequence, per file, or for the whole dataset.
 
-What a field needs of a file is a fact, as a saved index holds it: a layout with one row (`ONE`) for
-each group, or file; or with a row for each sequence (`EACH`). A scalar, an attribute, and strings
-of any length are values in memory; other datasets are read where they lie. Layouts with a row for
-each sample leave, and the values of the whole dataset.
+A field needs one fact (see `filefacts.py`) of each file: a layout with one row for each group, or
+for the file (`ONE`), or with a row for each sequence (`EACH`). Scalars, attributes and
+variable-length strings are values in memory; other datasets are read in place. Layouts with a row
+for each sample leave, and the values of the whole dataset.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from h5async.spelling import name_bytes, name_text
 
 ONE, EACH = "one", "each"
 _MOST_VALUES = 1 << 20  # of an attribute, or strings of a dataset
-_STRING_NBYTES = 64  # per string of any length, as an object
+_STRING_NBYTES = 64  # per variable-length string, as an object
 _ROWS = "ends", "starts", "lengths", "ids", "last"
 
 
 def wanted_once(field: Field, config: ReaderConfig, groups: str) -> Wanted:
-    """Return the fact that a field needs of each file; ConfigError if options do not fit it."""
+    """Return the fact that a field needs of each file; ConfigError if its options do not fit."""
     sequences = config.sequences
     kind = None if sequences is None else sequences.kind
     several = [one for one in config.batch_fields.values() if one.per is None]
@@ -75,7 +75,7 @@ def read_once(
     """Read the facts of a file, by name, opening it once.
 
     DatasetError if there is neither a dataset nor an attribute, or its values have no fixed size;
-    otherwise as `metadata.read_layouts`.
+    otherwise raises like `metadata.read_layouts`.
     """
     found: dict[str, DatasetLayout] = {}
     with open_index(path) as file:
@@ -198,8 +198,8 @@ def with_rows_of_samples(
 ) -> dict[str, DatasetLayout]:
     """Return the layouts across all files, in order, all of them with a row for each sample.
 
-    `once` are the fields of those that have a row for each sequence, or each file. DatasetError if
-    one has another number of rows than a file has sequences; as `sequences_of`.
+    `once` are the fields with a row for each sequence, or each file. DatasetError if their number
+    of rows is not that of a file's sequences; otherwise raises like `sequences_of`.
     """
     plain = {name: layout for name, layout in joined.items() if name not in once}
     name_of_first, first = next(iter(plain.items()))
@@ -227,9 +227,9 @@ def with_rows_of_samples(
 def static_values(
     fields: Mapping[str, Field], facts: Mapping[str, Sequence[DatasetLayout]], reach: Reach
 ) -> dict[str, Any]:
-    """Return the value of each field that the whole dataset has once: an array, or a str.
+    """Return the value of each field with one value for the whole dataset: an array, or a str.
 
-    DatasetError if a file has another one than the first file; otherwise as `read_rows`.
+    DatasetError if a file's value is not the first file's; otherwise raises like `read_rows`.
     """
     found: dict[str, Any] = {}
     for name, field in fields.items():
@@ -269,7 +269,7 @@ def repeated(
     Parameters
     ----------
     layout
-        Its rows, as many as there are starts.
+        The layout of the rows, one for each start.
     starts, ends
         int64 (n,), non-decreasing. Samples in none of the ranges have the fill value.
     like

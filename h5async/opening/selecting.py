@@ -1,4 +1,4 @@
-"""Determines sequences, the samples of an epoch, and their weights: reads what the options name.
+"""Determines sequences, the samples of an epoch, and their weights; reads the data for these.
 
 Options and layouts enter; `Chosen` leaves: a table of sequences, a selection, and its weights.
 """
@@ -36,9 +36,9 @@ _LISTED_NBYTES = 8  # a number for each sample
 class Chosen(NamedTuple):
     """The samples of an epoch.
 
-    `weights` say how often each sample of `selection` is drawn, float64 (size,), if there are any.
-    Steps never leave `sequences` of rows. `possible` are all rows that can be samples. `offsets`
-    move the selected ones in each epoch, unless None.
+    `weights` are those of the samples of `selection`, float64 (size,), or None. Steps never leave
+    `sequences` of rows. `possible` are all rows that can be samples. `offsets` shift the selected
+    ones in each epoch, unless None.
     """
 
     selection: Selection
@@ -85,7 +85,7 @@ def choose(config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> Chosen
 def _chosen(
     config: ReaderConfig, sequences: SequenceTable, steps: list[StepRows]
 ) -> tuple[Selection, DrawnOffsets | None]:
-    """Return the samples of all sequences, and how each epoch moves them, if it does."""
+    """Return the samples of all sequences, and their shifts in each epoch, if any."""
     options = config.sequences
     if options is None:
         return sequences.samples(steps), None
@@ -97,7 +97,7 @@ def _chosen(
 
 
 def step_rows(fields: Mapping[str, Field], sequences: SequenceTable) -> dict[str, StepRows | None]:
-    """Return, per field, which rows each sample consists of; None means its own."""
+    """Return, per field, the rows of each sample; None means its own row."""
     return sequences.step_rows(
         {
             name: None if field.steps is None else (field.steps, field.pad)
@@ -194,7 +194,7 @@ def _check_bounds(bounds: Int64s, count: int, where: str) -> None:
 
 
 class _Selecting:
-    """Reads the data that the options `indices` and `weights` name; raises as `choose`.
+    """Reads the data that the options `indices` and `weights` name; raises like `choose`.
 
     `sequences` and `possible` are as in `Chosen`.
     """
@@ -290,7 +290,7 @@ class _Selecting:
         return Selection.of_numbers(np.concatenate(found))
 
     def _part(self, split: Split) -> Int64s:
-        names = sorted(split.parts)  # in any given order
+        names = sorted(split.parts)  # whatever order is given
         shares, number = [split.parts[name] for name in names], names.index(split.name)
         possible = self._possible
         samples = possible.samples(np.arange(possible.size))
@@ -307,7 +307,7 @@ class _Selecting:
         return samples[found]
 
     def _values_at(self, path: str | None, samples: Int64s) -> NDArray[Any] | None:
-        """Return a dataset's values for some samples; or their sequences."""
+        """Return a dataset's values for some samples, or the numbers of their sequences."""
         if path is None:
             return None
         if path == "sequence":
