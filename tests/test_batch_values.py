@@ -441,9 +441,7 @@ def test_without_such_a_field_it_is_an_error(tmp_path, option, fields):
             values = file["tokens"][:].astype("u1")
             del file["tokens"]
             file["tokens"] = values
-    message = (
-        rf"{option} is for fields that are delivered as samples of differing lengths, and none"
-    )
+    message = rf"{option} needs a field that is delivered as samples of differing lengths, and none"
     with pytest.raises(ConfigError, match=message):
         opened([[path]], fields=fields, **{option: 4})
 

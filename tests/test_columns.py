@@ -71,7 +71,7 @@ def test_a_column_that_is_stored_otherwise_in_another_file(tmp_path, first, seco
         write_column(tmp_path / f"{kind}.h5", kind, **KINDS.get(kind, ("", {}))[1])
         for kind in (first, second)
     ]
-    words = rf'{second}\.h5: "obs/c" \(c\) is no {KINDS[first][0]}.*{first}\.h5'
+    words = rf'{second}\.h5: "obs/c" \(c\) is not a {KINDS[first][0]}.*{first}\.h5'
     with pytest.raises(DatasetError, match=words):
         read(paths, {"c": "obs/c"})
 

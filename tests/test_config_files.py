@@ -67,7 +67,7 @@ def test_null_is_none(tmp_path):
     [
         ("a.toml", "batch_size = [", "is not a TOML file: "),
         ("a.json", '{"batch_size": 3,}', "is not a JSON file: "),
-        ("a.json", '{"seed": 3, "seed": 4}', "is not a JSON file: 'seed' is there twice"),
+        ("a.json", '{"seed": 3, "seed": 4}', "is not a JSON file: 'seed' appears twice"),
         ("a.json", "[1]", "must map the names of options"),
         ("a.yaml", "batch_size: [", "is not a YAML file: "),
         ("a.yaml", "- 3", "must map the names of options"),

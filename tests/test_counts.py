@@ -143,7 +143,7 @@ def test_logarithms_are_those_of_numpy():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"totals": "y"}, "totals delivers 'y', which there is already"),
+        ({"totals": "y"}, "totals delivers 'y', which already exists"),
         ({"totals": "n", "scale": 2.0}, "scale cannot be used with totals"),
         ({"log1p": True, "dtype": "float64"}, "dtype cannot be used with totals"),
         ({"target_sum": 0}, "target_sum"),

@@ -179,9 +179,9 @@ def test_values_without_a_name_are_errors(files, options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"scale": 2}, "take no scale"),
+        ({"scale": 2}, "cannot be used with scale"),
         ({"per": "dataset"}, "a value for each sample"),
-        ({"dtype": "f4"}, "signed integers, found dtype=float32"),
+        ({"dtype": "f4"}, "signed integer dtype, found float32"),
         ({"categories": ["a", "a"]}, "each category once"),
         ({"categories": []}, "must be True, a list of names"),
         ({"categories": 3}, "must be True, a list of names"),

@@ -526,8 +526,8 @@ def test_numbers_of_samples_that_differ(tmp_path):
         ({"x": RaggedField("none", offsets="at")}, 'no dataset "none"'),
         ({"x": RaggedField("none")}, 'no dataset "none"'),
         ({"x": RaggedField("v")}, "not of a variable-length datatype; give the path of its off"),
-        ({"x": SparseField("v")}, "no group of a sparse matrix"),
-        ({"x": SparseField("none")}, "no group of a sparse matrix"),
+        ({"x": SparseField("v")}, "not the group of a sparse matrix"),
+        ({"x": SparseField("none")}, "not the group of a sparse matrix"),
     ],
 )
 def test_paths_that_lead_to_something_else(tmp_path, fields, message):
@@ -826,5 +826,5 @@ def test_columns_that_are_refused(tmp_path):
     with h5py.File(paths[1], "r+") as file:
         del file["obs/kind"]
         file["obs/kind/codes"] = np.zeros(6, "i1")
-    with pytest.raises(DatasetError, match=r"b\.h5ad.*is no categorical column"):
+    with pytest.raises(DatasetError, match=r"b\.h5ad.*is not a categorical column"):
         AsyncReader(hdf5_path=paths, fields={"k": "obs/kind"})

@@ -69,7 +69,7 @@ def test_slices(drawn, data):
     assert not part.values.size or np.shares_memory(part.values, found.values)
     for view, sample in zip(part, expected, strict=True):
         assert_same_bits(view, sample)
-    with pytest.raises(ConfigError, match="a slice of ragged samples has no step"):
+    with pytest.raises(ConfigError, match="a slice of ragged samples cannot have a step"):
         found[::2]
 
 

@@ -215,7 +215,7 @@ def test_matrices_of_other_columns_in_groups(tmp_path):
             x = file.create_group(f"demo_{columns}/X")
             x.attrs["encoding-type"], x.attrs["shape"] = "csr_matrix", (2, columns)
             x["data"], x["indices"], x["indptr"] = np.ones(2), np.zeros(2, int), [0, 1, 2]
-    with pytest.raises(DatasetError, match="as many columns"):
+    with pytest.raises(DatasetError, match="the same columns"):
         AsyncReader(hdf5_path=tmp_path / "a.h5", fields={"x": "X"}, sequences={"groups": "demo_*"})
 
 

@@ -167,7 +167,7 @@ def test_rows_and_slices_are_views(csr, data):
     assert part.indptr[0] == 0
     assert not part.data.size or np.shares_memory(part.data, csr.data)
     assert_same_bits(part.to_dense(), expected[some])
-    with pytest.raises(ConfigError, match="a slice of sparse rows has no step"):
+    with pytest.raises(ConfigError, match="a slice of sparse rows cannot have a step"):
         csr[::-1]
 
 

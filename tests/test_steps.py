@@ -263,7 +263,7 @@ def test_given_samples_and_read(files, truth):
         check(batch, fields, truth, bounds)
         assert batch.keys() == ["images", "actions", "label", "mask"]
         for row in (77, 82):  # behind the last sequence of the first file
-            with pytest.raises(ConfigError, match=f"row {row} is no sample"):
+            with pytest.raises(ConfigError, match=f"row {row} is not a sample"):
                 reader.read([0, row])
 
 
@@ -513,7 +513,7 @@ def test_sequences_that_do_not_fit(tmp_path, name, values, message):
         ({"fields": {"a": {"path": "a", "steps": [0], "pad": "wrap"}}}, "pad"),
         (
             {"fields": {"a": {"path": "a", "steps": [0], "pad_mask": "a"}}},
-            "delivers 'a', which there is already",
+            "delivers 'a', which already exists",
         ),
         ({"fields": {"a": {"path": "a", "steps": [0], "pad_mask": "step"}}}, "'step'"),
     ],
@@ -634,7 +634,7 @@ def test_a_sampler_draws_rows_and_not_positions(files, truth, batches):
         for _ in range(2):
             assert [n for batch in reader for n in batch.index.tolist()] == drawn
     for odd in (6, 78):
-        with pytest.raises(ConfigError, match=f"sampler: row {odd} is no sample"):
+        with pytest.raises(ConfigError, match=f"sampler: row {odd} is not a sample"):
             reader_of(files, fields, sequences={"ends": "ends"}, sampler=[8, odd])
 
 

@@ -222,7 +222,7 @@ class Field(Frozen):
             )
         if self.decode_cf and self.dtype is not None and not values.is_float(self.dtype):
             raise ValueError(
-                f"decode_cf delivers NaN for what is missing and needs a float dtype, found"
+                f"decode_cf delivers NaN for missing values and needs a float dtype, found"
                 f" dtype={self.dtype}"
             )
         if self._is_scaled and self.dtype is not None and not values.is_float(self.dtype):
@@ -235,13 +235,13 @@ class Field(Frozen):
 
     def _check_categories(self) -> None:
         if type(self) is not Field or self.per == "dataset":
-            raise ValueError("categories are of a plain Field, with a value for each sample")
+            raise ValueError("categories need a plain Field with a value for each sample")
         if self._is_scaled or self.decode_cf or self.axes is not None:
-            raise ValueError("codes of categories take no scale, offset, decode_cf or axes")
+            raise ValueError("categories cannot be used with scale, offset, decode_cf or axes")
         if self.dtype is None:
             self.__dict__["dtype"] = np.dtype(np.int64)
         elif self.dtype.kind != "i":
-            raise ValueError(f"codes of categories are signed integers, found dtype={self.dtype}")
+            raise ValueError(f"categories need a signed integer dtype, found {self.dtype}")
 
     def _check_axes(self) -> None:
         of_samples = self.num_dim if isinstance(self.num_dim, tuple) else (self.num_dim,)
@@ -350,7 +350,7 @@ def _kind_with(option: str, chosen: type[Field]) -> str | None:
 
 
 def _instead_of_kind(kind: str, spell: Spell) -> str:
-    return f"it is one of {kind} fields: set {spell('kind', (kind,))}"
+    return f"it is an option of {kind} fields: set {spell('kind', (kind,))}"
 
 
 def _fields(value: object) -> dict[Any, Field]:
@@ -374,7 +374,7 @@ def _names_that_fit(fields: Mapping[str, Field]) -> Mapping[str, Field]:
         for by, made in _made_beside(name, field):
             if made in names:
                 raise ValueError(
-                    f"{name}: {by} delivers {made!r}, which there is already; choose another name"
+                    f"{name}: {by} delivers {made!r}, which already exists; choose another name"
                 )
             names.append(made)
     check_names(names)

@@ -251,7 +251,7 @@ def _json(text: str) -> object:
         if len(found) < len(pairs):
             names = [name for name, _ in pairs]
             twice = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f"{twice!r} is there twice")
+            raise ValueError(f"{twice!r} appears twice")
         return found
 
     return json.loads(text, object_pairs_hook=once)

@@ -86,8 +86,8 @@ class RaggedField(Field):
                 raise ValueError("pack is for ragged fields without pad_to; leave one of them out")
             if self.offsets is None:
                 raise ValueError(
-                    "pack needs offsets: values of a variable-length datatype do not lie one behind"
-                    " the other; store them as one flat dataset, and where samples begin"
+                    "pack needs offsets: values of a variable-length datatype are not contiguous;"
+                    " store them as one flat dataset, with a dataset of offsets"
                 )
         return self
 
@@ -181,7 +181,7 @@ class ImageField(RaggedField):
                 "axes must have the numbers of samples (0), height (1), width (2) and channels (3)"
             )
         if self.size is None and self.steps is not None:
-            raise ValueError("steps need size: all images of a sample must have one")
+            raise ValueError("steps need size: all images of a sample must have the same size")
         if self.size is None and self.crop == "random":
             raise ValueError('crop="random" needs size')
         if self.decode == "scaled" and (self.size is None or self.interpolation == "area"):
@@ -359,8 +359,8 @@ class SparseField(Field):
         for name in ("scale", "offset", "dtype") if self.counts else ():
             if getattr(self, name) is not None and (name, self.dtype) != ("dtype", np.float32):
                 raise ValueError(
-                    f"{name} cannot be used with totals, target_sum or log1p, which are made of"
-                    " stored values, as float32; leave it out"
+                    f"{name} cannot be used with totals, target_sum or log1p, which are"
+                    " computed from stored values, as float32; leave it out"
                 )
         return self
 

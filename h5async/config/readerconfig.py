@@ -153,7 +153,7 @@ class ReaderConfig(Frozen):
         True,
         default_text="the user's cache folder",
         values="none|default|PATH",
-        shell="Where to keep the index of the files, so that later readers open faster.  `default`:"
+        shell="Where to keep the index of the files, so that later readers open faster. `default`:"
         " in the user's cache folder. `none`: nowhere. A path: in that folder, or in that file,"
         " which ends in `.h5idx`.",
     )
@@ -232,7 +232,7 @@ class ReaderConfig(Frozen):
             for name in _OF_SAMPLER:
                 if getattr(self, name) not in (None, False):
                     raise ValueError(
-                        f"a sampler decides which samples come, and when; leave out {named(name)}"
+                        f"a sampler determines the samples and their order; leave out {named(name)}"
                     )
             if self.workers != "thread":
                 use = named("workers", "thread")
@@ -293,7 +293,7 @@ class ReaderConfig(Frozen):
         kind = None if given is None else given.kind or (given.across and "across")
         if any(pairs) and kind is not None:
             raise ValueError(
-                f"a pair as num_dim says what a sequence is; leave out {kind} of sequences"
+                f"a pair as num_dim already defines the sequences; leave out {kind} of sequences"
             )
 
     def _check_drawn_offset(self) -> None:
@@ -301,12 +301,12 @@ class ReaderConfig(Frozen):
             is_given = self.keeps_rows if name == "cache" else getattr(self, name) is not None
             if is_given:
                 raise ValueError(
-                    'sequences: offset="random" makes other samples each epoch, for which'
+                    'sequences: offset="random" changes the samples each epoch, for which'
                     f" {named(name)} is not supported; leave out one of them"
                 )
         if self.indices is not None and getattr(self.indices, "by", None) != "sequence":
             raise ValueError(
-                'sequences: offset="random" moves samples within a sequence, out of what'
+                'sequences: offset="random" shifts samples, beyond those that'
                 f' {named("indices")} selects; give Split(..., by="sequence"), or an offset that is'
                 " a number"
             )
@@ -437,7 +437,7 @@ class ReaderConfig(Frozen):
         folder = self.cache_dir or user_cache("mirrors")
         if folder is None:
             raise ValueError(
-                f"there is no home folder, and so no folder for {named('cache', 'disk')}; name one"
+                f"there is no home folder to use for {named('cache', 'disk')}; set another folder"
                 f" as {named('cache_dir')}"
             )
         return Kept(folder.absolute(), self.cache_bytes)

@@ -161,9 +161,7 @@ class Statistics(Mapping[str, FieldStatistics]):
             if one.path.strip("/") == path.strip("/"):
                 return one
         known = ", ".join(f'{n} ("{one.path}")' for n, one in self.fields.items())
-        raise ConfigError(
-            f'there are no statistics of "{path}" ({name}); there are those of {known}'
-        )
+        raise ConfigError(f'there are no statistics of "{path}" ({name}), only of {known}')
 
     def as_dict(self) -> dict[str, Any]:
         """Return the content of the file that `save` writes."""
@@ -178,7 +176,7 @@ class Statistics(Mapping[str, FieldStatistics]):
     def of_dict(cls, values: Mapping[str, Any]) -> Statistics:
         """Restore the result of `as_dict`; ConfigError if it is not one."""
         if values.get("schema") != _SCHEMA:
-            raise ConfigError(f'no statistics: the schema is not "{_SCHEMA}"')
+            raise ConfigError(f'not a file of statistics: its schema is not "{_SCHEMA}"')
         try:
             fields = {n: FieldStatistics.of_dict(one) for n, one in values["fields"].items()}
             return cls(fields, tuple(values["files"]), values["num_samples"])

@@ -309,12 +309,10 @@ class Samplings:
             odd = int(samples[~is_possible][0])
             number = int(self.sequences.numbers(np.array([odd]))[0])
             if number < 0 or odd >= self.sequences.ends[number]:
-                raise ConfigError(
-                    f"{where}: row {odd} is no sample, because it lies in no sequence"
-                )
+                raise ConfigError(f"{where}: row {odd} is not a sample: it lies in no sequence")
             raise ConfigError(
-                f"{where}: row {odd} is no sample: it lies in sequence {number}, and"
-                " its steps leave that, or it is left out by every; choose another one, or set"
+                f"{where}: row {odd} is not a sample: its steps leave sequence {number},"
+                " or it is left out by every; choose another one, or set"
                 f" {named('pad', 'edge')} or {named('pad', 'zero')}"
             )
 
@@ -443,9 +441,9 @@ def _lengths_of(config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> L
             counts = counts.astype(np.uint32)
     if counts is None:
         raise ConfigError(
-            f"{first.file}: {named(option)} is for fields that are delivered as samples of"
-            f" differing lengths, and none of {', '.join(kinds)} is, or their lengths are known"
-            f" only once they are decoded; leave it out, and use {named('batch_size')}"
+            f"{first.file}: {named(option)} needs a field that is delivered as samples of"
+            f" differing lengths, and none of {', '.join(kinds)} is, or their lengths are not known"
+            f" before decoding; leave it out, and use {named('batch_size')}"
         )
     values = None if config.batch_values is None else min(NO_LIMIT, config.batch_values)
     return Lengths(counts, values, config.bucket)

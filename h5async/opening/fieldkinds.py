@@ -120,9 +120,9 @@ def unlike(config: ReaderConfig, reach: Reach, grouping: Grouping | None) -> Dat
             for name, (kind, _) in here.items():
                 if kind != first[name].kind:
                     return DatasetError(
-                        f'{path}: "{paths[name]}" ({name}) is no {_WORDS[first[name].kind]}, as it'
-                        f" is in {files[0]}{f', but a {_WORDS[kind]}' * bool(kind)}; several files"
-                        " can be read as one where these are alike: store it alike in all of them"
+                        f'{path}: "{paths[name]}" ({name}) is not a {_WORDS[first[name].kind]} as'
+                        f" in {files[0]}{f', but a {_WORDS[kind]}' * bool(kind)}; several files can"
+                        " be read as one only if these are alike: store it alike in all of them"
                     )
     return None
 

@@ -159,8 +159,8 @@ def _require_equal(parts: Sequence[DatasetLayout], need: Need) -> None:
         columns = slice(1, None) if need.wanted.kind == SHAPE else slice(None)
         if not np.array_equal(values_of(one)[columns], values_of(parts[0])[columns]):
             raise DatasetError(
-                f'{one.file}: "{one.path}" ({need.kind.name}) has other columns than'
-                f' "{parts[0].path}"; sparse matrices of several groups must have as many columns'
+                f'{one.file}: "{one.path}" ({need.kind.name}) has different columns from'
+                f' "{parts[0].path}"; sparse matrices of several groups must have the same columns'
             )
 
 
@@ -185,7 +185,7 @@ def _read_below(
         elif wanted.kind == CATEGORIES:
             of_table = column_at(path, at, reach)
             if of_table is None or of_table.categories is None:
-                raise DatasetError(f'{path}: "{at}" ({of_field.name}) is no categorical column')
+                raise DatasetError(f'{path}: "{at}" ({of_field.name}) is not a categorical column')
             found[name] = _categories(path, at, of_table, reach)
         else:
             kind, _, offsets = wanted.kind.partition(" ")
@@ -280,8 +280,8 @@ def _flat_layout(name: str, at: str, path: FileName, reach: Reach) -> DatasetLay
             if not may_be_variable_length(file, at, reach):
                 raise
         raise DatasetError(
-            f'{path}: dataset "{at}" has a variable-length datatype, which says itself where'
-            f" samples lie; leave out {named('offsets')}"
+            f'{path}: dataset "{at}" has a variable-length datatype, whose elements are'
+            f" the samples; leave out {named('offsets')}"
         ) from error
 
 

@@ -352,7 +352,7 @@ def with_spans(
 def _require_few(count: int, where: str) -> None:
     """Refuse more elements than memory can hold: unallocated chunks may declare any number."""
     if count > _MOST_OFFSETS:
-        raise DatasetError(f"{where} has {count:,} elements, for {_MOST_OFFSETS:,} at most")
+        raise DatasetError(f"{where} has {count:,} elements; at most {_MOST_OFFSETS:,} are allowed")
 
 
 def _spans(offsets: DatasetLayout, kind: str, where: str, reach: Reach) -> Int64s:
@@ -388,6 +388,6 @@ def sparse_rows(path: FileName, at: str, reach: Reach) -> tuple[SparseGroup, Int
     with open_index(path) as file:
         group = sparse_group(file, at, reach)
     if group is None:
-        raise DatasetError(f'{path}: "{at}" is no group of a sparse matrix')
+        raise DatasetError(f'{path}: "{at}" is not the group of a sparse matrix')
     where = f'{group.indptr.file}: dataset "{group.indptr.path}"'
     return group, row_offsets(_spans(group.indptr, "offsets", where, reach), group)

@@ -128,7 +128,7 @@ class MemoryBudget:
         for name, layout in self._layouts.items():
             rows = self._rows * self._transforms[name].rows_of_sample
             for source in _read_through_scratch(layout):
-                held = "pieces of its samples are read to a buffer first, each of up to {} bytes"
+                held = "its rows are read whole, to take pieces of them, and have {} bytes each"
                 self._require(source.row_nbytes, source, held)
             for leaf, _ in kinds_of(layout):
                 if leaf.chunks is None and not (leaf.filters or leaf.sources):
@@ -208,11 +208,11 @@ class MemoryBudget:
         yield _Share(f"scratch of {threads} thread{'s' * (threads > 1)}", scratch, fewer)
         pieced = [one for layout in layouts for one in _read_through_scratch(layout)]
         of_parts = threads * max((scratch_rows(x) * x.row_nbytes for x in pieced), default=0)
-        yield _Share("rows that only pieces are taken of", of_parts, fewer)
+        yield _Share("whole rows, read for pieces of them", of_parts, fewer)
         several = {name: rows * t.rows_of_sample for name, t in self._transforms.items()}
         at_once = {n: t.slot_rows(rows) * t.rows_of_sample for n, t in self._transforms.items()}
         read = max(_fallback_nbytes(y, at_once[name]) for name, y in self._layouts.items())
-        yield _Share("what h5py reads at a time", read, f"make {named('batch_size')} smaller")
+        yield _Share("rows that h5py reads at a time", read, f"make {named('batch_size')} smaller")
         # A row has as many pieces as there are layers of datasets.
         layers = {n: max(1, len(table_of(y)[0].layers)) for n, y in self._layouts.items()}
         planned = sum(several[name] * count for name, count in layers.items())
@@ -303,7 +303,7 @@ class MemoryBudget:
         if not layout.filters:
             what = "is held whole and has"
             if layout.sample_axis != 0:
-                remedy = "take its first dimension as that of the samples, or"
+                remedy = "use its first dimension for the samples, or"
         found = f"a chunk of shape {layout.chunk_shape} {what} {{}} bytes"
         self._require(_whole_chunk_nbytes(layout), layout, found, remedy)
 

@@ -147,7 +147,7 @@ def _attribute(node: h5py._objects.ObjectID, name: str, where: str) -> NDArray[A
 
 def _require_few(count: int, where: str) -> None:
     if count > _MOST_VALUES:
-        raise DatasetError(f"{where} holds {count:,} values, for {_MOST_VALUES:,} at most")
+        raise DatasetError(f"{where} holds {count:,} values; at most {_MOST_VALUES:,} are allowed")
 
 
 def _plain(value: Any, where: str) -> NDArray[Any]:

@@ -278,7 +278,7 @@ class _Selecting:
             elif _is_like_a_mask(array, count):
                 raise DatasetError(
                     f'{file}: dataset "{path}" holds {array.dtype} zeros and ones, one for each'
-                    " sample, which would be sample numbers; store a mask as bools"
+                    " sample, which would be read as sample numbers; store a mask as bools"
                 )
             elif array.size and not 0 <= array.min() <= array.max() < count:
                 raise DatasetError(

@@ -158,7 +158,7 @@ class _AudioDecoder(FieldDecoder):
 
     def _unknown(self, sample: int) -> ReadError:
         return ReadError(
-            f"{self._where(sample)} does not say how many frames it has, as a FLAC that was written"
+            f"{self._where(sample)} does not declare its number of frames, like a FLAC written"
             ' to a pipe; encode it to a file, or give fewer frames than it has, with crop="start"'
         )
 

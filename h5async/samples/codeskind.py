@@ -136,8 +136,8 @@ def _check_mapping(name: str, field: Field, config: ReaderConfig, where: Sequenc
     ):
         if is_given:
             raise ConfigError(
-                f"{where[0]} ({name}) has other categories than other files, so that codes are"
-                f" mapped to those of all files, for which {option} is not supported; leave it out"
+                f"{where[0]} ({name}): categories differ between files, so that codes are mapped to"
+                f" the categories of all files, for which {option} is not supported; leave it out"
             )
 
 

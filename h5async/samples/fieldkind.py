@@ -354,7 +354,7 @@ class RaggedKind(FieldKind):
             )
         files = layout.file_samples or ((layout.file, layout.sample_count),)
         reach.room.take(
-            layout.starts().nbytes, f"{layout.file}: where its documents begin", files_of(layout)
+            layout.starts().nbytes, f"{layout.file}: the offsets of its documents", files_of(layout)
         )
         counts = [count for _, count in files]
         packing = self._packing = Packing(layout.starts(), self.field.pack, counts)

@@ -329,8 +329,8 @@ class Images(Ragged):
     def to_tensor(self) -> Any:
         """Raise an error: images of differing sizes cannot be a tensor."""
         raise NoTensorError(
-            "images of differing sizes are no tensor; give the field a size, or take Images from an"
-            " AsyncReader"
+            "images of differing sizes cannot be a tensor; give the field a size, or take Images"
+            " from an AsyncReader"
         )
 
 

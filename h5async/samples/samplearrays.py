@@ -76,8 +76,7 @@ class SampleArrays:
         begin, end, step = key.indices(len(self))
         if step != 1:
             raise ConfigError(
-                f"a slice of {what} has no step, and this one has {step}; take them one by one"
-                f"{remedy}"
+                f"a slice of {what} cannot have a step, found {step}; take them one by one{remedy}"
             )
         return begin, max(begin, end)
 

@@ -224,7 +224,7 @@ class Csr(SampleArrays):
         if self.dtype.char not in _OF_CUPYX:
             raise ConfigError(
                 f"CuPy has no sparse matrices of {self.dtype}, but of bool, float32, float64,"
-                ' complex64 and complex128; give the field dtype="float32", say'
+                ' complex64 and complex128; give the field dtype="float32", for example'
             )
         arrays = tuple(map(cupy.asarray, (native(self.data), *self._signed())))
         return cupyx.scipy.sparse.csr_matrix(arrays, shape=self.shape)

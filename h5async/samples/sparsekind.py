@@ -275,7 +275,7 @@ def _delivered_columns(
         _require_same_names(shapes, where)
         return SparseShape(counts[0], where=where)
     for place, count, shape in zip(where, counts, shapes, strict=True):
-        what = f"{place}: {count:,} columns, of which some are chosen,"
+        what = f"{place}: tables to choose from its {count:,} columns"
         reach.room.take(8 * count, what, files_of(shape))
     if isinstance(wanted, tuple):
         several = _by_name(name, field, wanted, where, counts, names)
@@ -294,7 +294,7 @@ def _require_same_names(shapes: Sequence[DatasetLayout], where: Sequence[str]) -
         of_names = int(values_of(shape)[2])
         if of_names and digest not in (0, of_names):
             raise DatasetError(
-                f"{place} has other names of columns than {first}, or has them in another order;"
+                f"{place} has different column names from {first}, or another order of them;"
                 " choose columns by their names, or by their numbers if these mean the same"
             )
         if of_names and not digest:
@@ -316,7 +316,7 @@ def _by_number(option: str, array: NDArray[Any], columns: int) -> Int64s:
         )
     found = array.astype(np.int64)
     if np.unique(found).size < found.size:
-        raise ConfigError(f"{option}: a column comes twice")
+        raise ConfigError(f"{option}: a column is given twice")
     return found
 
 
@@ -331,7 +331,7 @@ def _by_name(
     """Return, per file, the number of each column that is chosen by name; -1 if it lacks it."""
     if len(set(wanted)) < len(wanted):
         twice = next(one for one in wanted if wanted.count(one) > 1)
-        raise ConfigError(f'{name}: columns: "{twice}" comes twice')
+        raise ConfigError(f'{name}: columns: "{twice}" is given twice')
     # Names that no file had so far, and those that files have instead.
     lacking, others, found = set(wanted), set[str](), []
     for place, count, fact in zip(where, counts, several, strict=True):
@@ -380,7 +380,7 @@ def _numbered(wanted: Sequence[str], where: str, texts: Sequence[str]) -> dict[s
             else "give the numbers of columns, or store names that are unique"
             " (var_names_make_unique() of AnnData)"
         )
-        raise DatasetError(f'{where} has {len(ids)} columns of the name "{several[0]}"; {remedy}')
+        raise DatasetError(f'{where} has {len(ids)} columns named "{several[0]}"; {remedy}')
     return numbers
 
 

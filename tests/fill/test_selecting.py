@@ -475,7 +475,7 @@ def test_a_sampler_that_ends_is_the_error_of_the_epoch_after(files):
     [{"shuffle": "full"}, {"indices": "keep"}, {"weights": "weight"}, {"drop_last": True}],
 )
 def test_a_sampler_excludes_other_orders(files, options):
-    with pytest.raises(ConfigError, match="a sampler decides which samples come"):
+    with pytest.raises(ConfigError, match="a sampler determines the samples"):
         reader_of(files, sampler=[1], **options)
 
 

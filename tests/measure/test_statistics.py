@@ -353,10 +353,10 @@ def test_what_cannot_normalize_says_why(tmp_path):
     (tmp_path / "no.json").write_text("{}")
     for normalize, message in (
         (tmp_path / "missing.json", "missing.json: cannot read"),
-        (tmp_path / "no.json", "no statistics"),
+        (tmp_path / "no.json", "not a file of statistics"),
         (
             Statistics({"y": FieldStatistics(path="z", dtype="S3")}),
-            'there are those of y \\("z"\\)',
+            'only of y \\("z"\\)',
         ),
         (Statistics({"x": FieldStatistics(path="x", dtype="S3")}), "has no mean"),
         (Statistics({"x": empty}), "not finite"),

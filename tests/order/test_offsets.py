@@ -180,11 +180,11 @@ def test_draws_and_splits(path):
         ({"offset": "random", "every": 4}, {"cache": "host"}, "cache is not supported"),
         ({"offset": "random", "every": 4}, {"bucket": 2}, "bucket is not supported"),
         ({"offset": "random", "every": 4}, {"sampler": [1]}, "sampler is not supported"),
-        ({"offset": "random", "every": 4}, {"indices": "5:"}, "out of what indices selects"),
+        ({"offset": "random", "every": 4}, {"indices": "5:"}, "beyond those that indices selects"),
         (
             {"offset": "random", "every": 4},
             {"indices": Split("a", {"a": 1})},
-            "out of what indices selects",
+            "beyond those that indices selects",
         ),
     ],
 )
