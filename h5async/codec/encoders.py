@@ -4,8 +4,8 @@ A pipeline is spelled like ``shuffle+gzip:4``: filters joined by ``+``, each wit
 has levels. `find_encoder` returns a function that encodes without the GIL.
 
 Lengths are checked for chunks that the core does not decode: HDF5 checks few of them, and returns
-stale heap memory for a chunk that decodes to too few bytes. Only those filters are undone here that
-do not store the decoded length, or whose damage HDF5 does not detect.
+stale heap memory for a chunk that decodes to too few bytes. Filters are undone here only if they do
+not store the decoded length, or if HDF5 does not detect their damage.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _parse_filter(word: str, text: str) -> Filter:
 
 
 def spell_filters(filters: Sequence[Filter]) -> str:
-    """Return the spelling of a pipeline, with just the names of filters that have none."""
+    """Return the spelling of a pipeline, with the bare names of filters that have none."""
     spelled = []
     for entry in filters:
         same = ((name, one) for name, one in _SPELLINGS.items() if one.number == entry.number)
@@ -148,8 +148,8 @@ def set_filters(plist: h5py.h5p.PropDCID, filters: Sequence[Filter]) -> None:
 def find_encoder(filters: Sequence[Filter]) -> Encode | None:
     """Return a function that encodes chunks as the filters of a dataset do; None if HDF5 has to.
 
-    `filters` are read from the dataset after its creation. The function is thread-safe. It skips a
-    filter for a chunk that the filter does not shrink.
+    `filters` are read from the dataset after its creation. The function is thread-safe. For a
+    chunk that a compressor does not shrink, it leaves that filter out, as the filter mask says.
     """
     found = [_find(entry) for entry in filters]
     encoders = [one for one in found if one is not None]
@@ -194,7 +194,7 @@ def _find(entry: Filter) -> _EncodeOne | None:
 
 
 def _shuffle(element: int, chunk: Bytes) -> Any:
-    """Group the first bytes of all elements, then the second ones, and so on; the rest is last."""
+    """Group the first bytes of all elements, then the second, and so on; the rest comes last."""
     whole = len(chunk) // element * element
     out = np.empty_like(chunk)
     out[:whole].reshape(element, -1)[...] = chunk[:whole].reshape(-1, element).T

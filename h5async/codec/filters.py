@@ -203,7 +203,7 @@ class _FilterClass(Structure):
 
 
 def plugin_filter(number: int, parameters: Parameters) -> CoreFilter | None:
-    """Return a filter that the core undoes through its plugin; None if there is no plugin."""
+    """Return a filter that the core undoes through its plugin; None if no plugin can do it."""
     if number == ZFP and (len(parameters) < 2 or parameters[1] & 0xFFFFFF != _ZFP_MAGIC):
         return None  # from a big-endian machine: the plugin would ask HDF5 to swap its bytes
     function = find_plugin(number)

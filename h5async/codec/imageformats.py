@@ -165,9 +165,9 @@ def _decode_png(data: NDArray[np.uint8], header: ImageHeader, out: NDArray[np.ui
 
 
 class _Warnings(threading.local, logging.Filter):
-    """Logs only the first of libpng's warnings in this process; imagecodecs logs one per image.
+    """Logs the first of libpng's warnings in this process as WARNING, and later ones as DEBUG.
 
-    Warnings about interlaced images are dropped.
+    imagecodecs logs one for each image. Warnings about interlaced images are dropped.
     """
 
     are_ours = False  # whether warnings in the calling thread are from our decoding
