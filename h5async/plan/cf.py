@@ -86,7 +86,7 @@ def unpacking(attributes: Sequence[CfAttribute], raw: DType, where: str) -> Unpa
         if stored.kind != "f":  # a float that holds all values exactly, if there is one
             dtype = np.dtype(np.float32 if stored.itemsize <= 2 else np.float64)
     dtype = dtype.newbyteorder("=")
-    # In xarray, a fill value whose sign was changed to unsigned is a weakly typed Python number.
+    # In xarray, a fill value reinterpreted as unsigned is a weakly typed Python number.
     fills = [dtype.type(fill) if isinstance(fill, int) else fill for fill in fills]
     return Unpacking(stored, dtype, scale, offset, low, high, tuple(fills))
 

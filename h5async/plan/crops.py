@@ -106,14 +106,14 @@ def _largest_box(height: int, width: int, ratio: tuple[float, float]) -> tuple[i
 def center_boxes(
     heights: NDArray[np.int64], widths: NDArray[np.int64], size: tuple[int, int]
 ) -> NDArray[np.int64]:
-    """Return the largest centred boxes with the proportions of `size`, as `random_boxes` does."""
+    """Return the largest centred boxes with the proportions of `size`; see `random_boxes`."""
     h = np.minimum(heights, np.maximum(1, np.rint(widths * size[0] / size[1])))
     w = np.minimum(widths, np.maximum(1, np.rint(heights * size[1] / size[0])))
     return np.stack(((heights - h) // 2, (widths - w) // 2, h, w), axis=1).astype(np.int64)
 
 
 def random_start(numbers: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the start of a crop of each recording, in [0, 1) of the possible starts."""
+    """Return where each recording's crop begins: a fraction, in [0, 1), of the possible starts."""
     return numbers[:, _LEFT]
 
 
@@ -162,7 +162,8 @@ class CropDraws(NamedTuple):
 def draws_of(crop: Crop, row_shape: tuple[int, ...]) -> CropDraws:
     """Return how the places of crops of rows are drawn.
 
-    Without a group, the last flipped dimension is flipped in the same samples as images are.
+    Without a group, the last flipped dimension is flipped in the same samples as images are, with
+    the same seed.
     """
     extents = np.array(row_shape, np.int64)
     sizes, drawn, flipped = extents.copy(), np.full_like(extents, -1), np.full_like(extents, -1)

@@ -48,7 +48,7 @@ class SamplesPlan(NamedTuple):
     `sample`, int64 (n,), has rows of the dataset, or elements of variable length. `rows`, int64
     (n,), has their rows in the memory of the field; for variable length, the first value of each.
     For crops of rows, `places`, int64 (n, rank), says where they begin (`plan/crops.py`). If
-    `are_kept`, `sample` has rows that are kept in memory.
+    `are_kept`, `sample` has rows of the values kept in memory, not of the dataset.
     """
 
     sample: Int64s
@@ -224,7 +224,7 @@ def requests_of(ranges: ByteRanges, group: Int64s | int = 0) -> Int64s:
             has += nbytes
             continue
         at, start, has = first, begin, nbytes
-        while at < behind:  # a long row of near ranges takes several; the last may be joined
+        while at < behind:  # many near ranges take several requests; the last may grow
             firsts.append(at)
             start = int(begins[at])
             most = np.searchsorted(ends[at:behind], start + _MOST_NBYTES, "right")

@@ -124,8 +124,8 @@ class RowTransform:
     def channels(self) -> int | None:
         """The number of channels, last in a raw row and first in a delivered one.
 
-        1 if no dimension moves and scale and offset are single numbers; None in all other cases,
-        such as factors that are not per channel.
+        1 if no dimension moves and scale and offset, if any, are single numbers; else None, for
+        example for factors that are not per channel.
         """
         rank = len(self.permutation)
         factors = [f for f in (self.scale, self.offset) if f is not None and f.size > 1]
