@@ -118,7 +118,7 @@ ABI = 49  # counts changes of the core's structures and functions
 MAX_FILTERS, MAX_RANK = 32, 32  # HDF5's limits
 IO_MODES = {"auto": 0, "pread": 1, "map": 2}
 REFUSED = 2  # the status of an item that Python has read again, or reports as an error
-# Parts of the places of elements whose heap collection was not walked yet; NOWHERE: no address.
+# Parts of the places of elements whose heap collection is not walked yet; NOWHERE: no address.
 INDEX_BITS, MOST_ADDRESS = 16, (1 << 47) - 1
 NOWHERE = -1
 
@@ -145,8 +145,8 @@ class _Described(Structure):
 def structures_of(library: Any) -> dict[str, type[Structure]]:
     """Return the structures of a core by their names in C, from the core's own description.
 
-    They hold addresses of arrays; their owner keeps the arrays alive. Accessing a member that does
-    not exist, or that only the core uses, raises `AttributeError`.
+    They hold addresses of arrays; their owner keeps the arrays alive. Getting or setting a member
+    that does not exist, or that only the core uses, raises `AttributeError`.
     """
     library.h5async_structures.restype = POINTER(_Described)
     found: dict[str, type[Structure]] = {}

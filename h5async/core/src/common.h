@@ -114,8 +114,7 @@ enum { ABI = 49 }; /* increased with each change of structures or functions that
 enum { MAX_FILTERS = 32, MAX_RANK = 33, MAX_IOVEC = 1024, MAX_PROBES = 16 };
 enum { ADVISED_NBYTES = 128 * 1024 }; /* Linux cuts longer requests to its read-ahead window */
 enum { LARGE_PAGE = 1 << 21 };
-enum { LONG_RUN_NBYTES = 1 << 20, CLOSE_NBYTES = 4096 }; /* left to the system's read-ahead; gaps
-                                                            within */
+enum { LONG_RUN_NBYTES = 1 << 20, CLOSE_NBYTES = 4096 }; /* run left to read-ahead; gap in a span */
 enum { TILE_ELEMENTS = 8, TILE_NBYTES = 16 * 1024 };
 enum { MAX_LZ4_NBYTES = 0x7E000000 }; /* LZ4_MAX_INPUT_SIZE */
 
@@ -213,7 +212,7 @@ struct Worker {
     int32_t traced_field, traced_source;
     Failure failure;
     int64_t least_nbytes; /* above 0: chunks that decode to at least this many bytes are accepted */
-    int64_t lists_all;    /* nonzero: ranges of far sources are fetched even if the mirror has them */
+    int64_t lists_all;    /* nonzero: ranges of far sources are listed even if the mirror has them */
     void *held; /* from malloc: a copy of the input, for a decoder that needs one */
 };
 

@@ -1,7 +1,7 @@
 /* Requests for the next batch, or for given samples, which any thread may also read immediately. */
 
 /* Request a batch of given samples: the first argument, an array that must not change any more. slots.py
-   defines when its turn comes. Returns False if Python has to: the samples are invalid, say. */
+   defines when its turn comes. Returns False if Python has to request it, say to report invalid samples. */
 static Object *give(Object *self, Object *const *arguments, intptr_t count)
 {
     (void)count;

@@ -2,7 +2,7 @@
 
    libcurl's functions are passed as pointers, as those of codecs are. The numbers of its options,
    results and messages are part of its ABI, which <curl/curl.h> and <curl/multi.h> promise to keep.
-   Ranges that fail at first are left to another client, which tries again and reports errors. */
+   Ranges that fail here are left to another client, which tries again and reports errors. */
 
 enum { /* options are longs, or pointers (from 10000 on), or functions (from 20000 on) */
     CURL_LOW_SPEED_LIMIT = 19, CURL_LOW_SPEED_TIME = 20, CURL_FOLLOWLOCATION = 52,
@@ -50,7 +50,7 @@ typedef struct { /* a range, where its bytes go, its HTTP status, and its enum G
     int32_t status, got;
 } HttpRange;
 
-/* What to fetch. `headers` are lines that end with a NUL each, after the last of them an empty one.
+/* What to fetch. `headers` are NUL-terminated lines, one after the other; an empty one ends them.
    Responses must have the ETag `etag`. */
 typedef struct {
     const char *url, *headers, *etag, *ca_file, *protocols;

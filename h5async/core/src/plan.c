@@ -172,8 +172,8 @@ static int plan_zeros(BatchPlan *plan, const Field *f, int32_t field, const int6
     return 1;
 }
 
-/* Plans a batch of at most `rows` samples. Returns 1; 0: there is no memory; -1: there are more samples,
-   or a number is out of range. `parts`: threads that may work on it. `draw`: see draw_places. */
+/* Plans a batch of at most `rows` samples. Returns 1; 0: there is no memory; -1: more samples, a
+   number out of range, or a full target. `parts`: threads that may work on it; `draw`: see draw_places. */
 PUBLIC int64_t h5async_plan_batch(BatchPlan *plan, const Field *fields, const Target *targets,
                                   int64_t num_fields, const int64_t *samples, int64_t count,
                                   int64_t rows, int64_t num_samples, int64_t parts,

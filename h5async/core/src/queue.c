@@ -87,12 +87,12 @@ typedef struct {
     int32_t is_cold; /* the last range read was not entirely in the page cache */
     int32_t spinners; /* threads that spin for batches: 0 or 1 */
     int64_t awaited; /* the batch whose slot was not yet writable for the consumer; -1: none */
-    int64_t num_here; /* threads in h5async_next */
+    int64_t num_here; /* threads that stay in h5async_next */
     _Atomic int32_t consumers; /* which wait */
     _Atomic uint32_t events, offers; /* offers: counts submissions, and whatever else wakes threads */
     /* Set by Python: */
     Worker *const *workers;          /* a list of all that count; see h5async_link_worker */
-    int64_t num_inside, num_changes; /* threads that may do work counted by Python; its changes */
+    int64_t num_inside, num_changes; /* threads that may do work counted by Python; changes of that */
 } Queue;
 
 /* Spins until a count is no longer `seen`, but only briefly. */
@@ -177,7 +177,7 @@ PUBLIC int64_t h5async_wait(Queue *queue, int64_t seen, int64_t timeout_ns)
     syscall(SYS_futex, &queue->events, FUTEX_WAIT_PRIVATE, (uint32_t)seen,
             timeout_ns < 0 ? NULL : &timeout, NULL, 0);
 #else
-    struct timespec moment = {.tv_nsec = 100000}; /* no wait here is ended by signals */
+    struct timespec moment = {.tv_nsec = 100000}; /* polls: no wait for a count ends on signals here */
     for (int64_t end = now_ns() + (timeout_ns < 0 ? 100000000 : timeout_ns);
          atomic_load(&queue->events) == (uint32_t)seen && now_ns() < end;)
         if (nanosleep(&moment, NULL) != 0)
@@ -228,10 +228,10 @@ static int is_to_be_woken(Queue *queue, int is_own)
     return !is_own && offer(queue) && !(is_quick && queue->num_here > queue->num_idle);
 }
 
-/* Submits a batch. If it was submitted before, does nothing, except to let threads fill it unless
-   `is_own`: by a consumer that helps, which fills it if it is cheap. `samples` are its numbers, which are
-   copied; or NULL. Returns 0 if the slot has another batch that is neither ready nor dropped; 2 if the
-   batch has to wait for the end of a dropped one, which may still use its mapping; else 1. */
+/* Submits a batch. If it was submitted before, only lets threads fill it, unless `is_own` and it is cheap.
+   `is_own`: the consumer helps while batches are quick, and fills cheap ones itself. `samples`: numbers to
+   copy, or NULL. Returns 0 if the slot has another batch that is neither ready nor dropped; 2 if the batch
+   has to wait for the end of a dropped one, which may still use its mapping; else 1. */
 static int submit_wish(Queue *queue, int64_t slot, Wish *wish, const int64_t *samples, int is_own)
 {
     int is_good = 1, wakes = 0;

@@ -197,7 +197,7 @@ static NOINLINE int put_runs(BatchPlan *plan, const Listed *listed, int64_t num_
     return 1;
 }
 
-/* Lists the rows of a group of ragged fields, as runs; returns as list_samples does. */
+/* Lists the rows of a group of ragged fields, as runs. Returns as list_samples; -1: also no room for them. */
 static int list_spans(BatchPlan *plan, const int64_t *samples, int64_t count, const Field *f,
                       const Target *target)
 {

@@ -108,7 +108,7 @@ static int open_and_map(const Sources *all, Source *opened)
 static int open_source(const Sources *all, Source *opened)
 {
     opened->map = NULL;
-    opened->fd = open(opened->path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* O_NONBLOCK: for pipes */
+    opened->fd = open(opened->path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* a pipe must not block */
     opened->is_open = opened->fd >= 0;
     if (opened->is_open && open_and_map(all, opened))
         return 1;
@@ -291,7 +291,7 @@ PUBLIC int64_t h5async_open_again(Sources *all, int64_t number, File *file)
     pthread_mutex_unlock(&all->lock);
     *file = (File){.io = (int32_t)all->io, .path = s.path, .device = s.device, .inode = s.inode,
                    .nbytes = s.nbytes, .modified_ns = s.modified_ns, .changed_ns = s.changed_ns};
-    file->fd = open(s.path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* O_NONBLOCK: for pipes */
+    file->fd = open(s.path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* a pipe must not block */
     int64_t error = file->fd < 0 || fstat(file->fd, &status) != 0 ? errno : 0;
     if (!error && !IS_SAME_FILE(&s, status))
         error = IS_REPLACED;
@@ -329,8 +329,8 @@ PUBLIC int64_t h5async_close_again(File *file)
     return 1;
 }
 
-/* Records that a changed file still holds what was indexed, with its new state. If its map has another
-   size, the file is reopened. */
+/* Records that a changed file still holds what was indexed, with its new state. It is reopened if a
+   SWMR writer had it open, or if its map (or the lack of one) does not fit that state. */
 PUBLIC int64_t h5async_restamp(Sources *sources, int64_t number, int64_t nbytes, int64_t modified_ns,
                                int64_t changed_ns, int32_t may_map)
 {

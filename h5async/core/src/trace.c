@@ -4,7 +4,7 @@
    while the merged event is brief.
 
    A trace may end while threads are at work. So each thread announces, for the duration of a call, that it
-   uses the buffer; whoever ends the trace learns this, and keeps the buffer until then. */
+   uses the buffer; whoever ends the trace learns this, and keeps the buffer meanwhile. */
 
 enum Stage { PLANNING = 0, READING, DECODING, PLACING, TRANSFORMING, REQUESTING, WAITING, UPLOADING };
 enum { SEVERAL = -1, IN_MEMORY = -3, BRIEF_NS = 1000 };
