@@ -84,7 +84,7 @@ static Wanted *sort_wanted(Wanted *wanted, Wanted *spare, int64_t count, int64_t
 
 /* Copies sorted runs to `runs`, joining those adjacent both in the dataset and in the batch. `rank` is
    first the length of each; afterwards, ranks count from `rank` on. Returns the number of runs; -1:
-   their rows are not sorted, because some runs overlap. */
+   their rows are not sorted, because some runs share several rows. */
 static int64_t join_wanted(const Wanted *wanted, int64_t count, int64_t rank, Wanted *runs,
                            int is_sorted)
 {
