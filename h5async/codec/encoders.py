@@ -303,6 +303,8 @@ def _without_checksum(_parameters: Parameters, data: bytes, _most: int) -> Decod
 
 def _lz4(_parameters: Parameters, data: bytes, most: int) -> Decoded:
     nbytes, block = struct.unpack_from(">QI", data)
+    if not block:
+        raise ValueError("its blocks have 0 bytes according to the header")
     at = 12
     for _ in range(0, min(nbytes, most), block):
         at += 4 + struct.unpack_from(">I", data, at)[0]

@@ -10,6 +10,7 @@ from h5async.codec.encoders import decoded_nbytes, unchecked
 from h5async.codec.filters import (
     _ENTRIES,
     BITSHUFFLE,
+    LZ4,
     NBIT,
     REGISTRY,
     SZIP,
@@ -96,6 +97,9 @@ def test_lengths_without_the_core():
     for nbytes in range(len(encoded)):
         with pytest.raises(ValueError, match="deflate: "):
             length([deflate], encoded[:nbytes], 40)
+    lz4 = Filter(LZ4, (), "")
+    with pytest.raises(ValueError, match="lz4: its blocks have 0 bytes according to the header"):
+        length([lz4], (40).to_bytes(8, "big") + bytes(8), 40)
     assert length([deflate, shuffle], encoded, 40) is None  # what is shuffled is not known
     assert length([Filter(31000, (), "mine"), deflate], encoded, 40) is None
 
