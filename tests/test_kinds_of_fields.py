@@ -35,7 +35,8 @@ def test_an_option_of_another_kind_names_the_kind(tmp_path, kind, option, other)
     if kind == other:
         return
     field = {"path": "x", option: 1} | ({} if other is None else {"kind": other})
-    with pytest.raises(ConfigError, match=rf'{option}.*an option of {kind} fields: set kind="{kind}"'):
+    match = rf'{option}.*an option of {kind} fields: set kind="{kind}"'
+    with pytest.raises(ConfigError, match=match):
         ReaderConfig(hdf5_path="x.h5", fields={"x": field})
     path = tmp_path / "options.toml"
     rest = "" if other is None else f', kind = "{other}"'
