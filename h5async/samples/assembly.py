@@ -154,7 +154,7 @@ class Assembly:
     def views(
         self, memory: SlotMemory, offsets: Mapping[int, NDArray[np.int64]]
     ) -> tuple[tuple[Any, ...], ...] | None:
-        """Return `FieldKind.views` of all fields of a slot; None if a field has none.
+        """Return `FieldKind.views` of all fields; None if one has none, or has `further` arrays.
 
         `offsets` are those of ragged fields, by the number of their first column.
         """

@@ -1,7 +1,6 @@
 """Defines the kind of audio fields, whose frames libsndfile decodes.
 
-Encoded recordings enter, as `Ragged` bytes; `Ragged` frames leave, or an array of parts of one
-length.
+Encoded recordings enter, as `Ragged` bytes; `Ragged` frames leave, or an array if `dense`.
 """
 
 from __future__ import annotations
@@ -171,7 +170,7 @@ class _Bytes(io.BytesIO):
     """Bytes for libsndfile, which may seek anywhere if the header is damaged."""
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        with suppressing(ValueError, OverflowError):  # libsndfile checks the returned position
+        with suppressing(ValueError, OverflowError):  # libsndfile gets the returned position
             super().seek(offset, whence)
         return self.tell()
 

@@ -55,9 +55,9 @@ class CodesKind(FieldKind):
         facts = known[self.name + CATEGORIES_OF]
         several = list(map(texts_of, facts))
         names, tables = union_of(several)
-        if all(one == names for one in several):  # not so with duplicate names, either
+        if all(one == names for one in several):  # false for duplicate names, too
             self.categories = Categories(names)
-            _require_codes(joined[self.name], len(names), reach)  # no mapping finds invalid codes
+            _require_codes(joined[self.name], len(names), reach)  # unmapped: checked only here
         else:
             where = tuple(f'{one.file}: column "{one.path}"' for one in facts)
             _check_mapping(self.name, self.field, config, where)

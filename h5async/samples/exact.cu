@@ -1,8 +1,8 @@
 /* Device functions with exactly the results of the host.
 
-   CuPy's elementwise kernels call them; CuPy compiles this file with each kernel. Threads never wait
-   for each other, and no two write to the same value: sums are added up in the order of the file, as
-   on the host, and are reproducible.
+   CuPy's elementwise kernels call them; CuPy compiles this file with each kernel. Threads never
+   wait for each other, and no two write to the same value: sums are added up in the order of the
+   file, as on the host, and are reproducible.
 
    The results are those of the host, bit for bit (except NaN payloads): no fused multiply-add, and
    subnormal numbers are preserved, although CuPy compiles with -ftz=true. Tests run this code on a

@@ -37,7 +37,7 @@ Mask = Callable[[NDArray[np.int64]], NDArray[Any]]  # of sample numbers
 OfSamples = Callable[[NDArray[np.int64], int], NDArray[Any]]  # of sample numbers, and an epoch
 Transforms = Sequence[RowTransform]  # of the columns of a field
 CanTransform = Callable[[RowTransform], bool] | None  # a device's; None: the host does everything
-Known = Mapping[str, Sequence[DatasetLayout]]  # per file, by the names of `FieldKind.facts`
+Known = Mapping[str, Sequence[DatasetLayout]]  # per file, by the names of fields and facts
 # Decodes samples. Returns False if one was broken and replaced, or a list of remaining work.
 DecodingWork: TypeAlias = "Callable[[], bool | list[DecodingWork]]"
 
@@ -296,7 +296,7 @@ class FieldKind:
 
         For a plain field: its array, whose first rows are delivered. For `SampleArrays`: the
         address of `offsets`, int64 (rows + 1,), which the core sets; the class, which is not
-        called; and as names and values of members, fixed ones, arrays of rows, and `offsets`.
+        called; and tuples of members' names and values: fixed ones, arrays of rows, and `offsets`.
         """
         return (columns[0],)
 
@@ -472,7 +472,7 @@ def layout_of_values(file: str, stamp: FileStamp, path: str, values: NDArray[Any
 
 
 def join_values(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
-    """Return one layout of concatenated datasets; values in memory become one array.
+    """Return one layout of concatenated datasets; one array if all are in memory.
 
     Strings get the length of the longest. DatasetError names two files whose rows differ otherwise.
     """

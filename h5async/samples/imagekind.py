@@ -99,7 +99,7 @@ class ImageKind(EncodedKind):
 
 
 class _Found(NamedTuple):
-    """The distinct images of a batch.
+    """The images of a batch; one that several steps share is there once.
 
     Image i goes to `places[first[i] : first[i + 1]]` of `outs`, each with its row of `cuts`.
     """
@@ -160,7 +160,7 @@ class _ImageDecoder(FieldDecoder):
         places, first, missing = images, np.arange(index.size + 1), images[:0]
         if isinstance(self._spans, StepSpans):
             runs, images = self._spans.places(index)
-            places = np.argsort(images, axis=None, kind="stable")  # by image, those without first
+            places = np.argsort(images, axis=None, kind="stable")  # by image, missing ones first
             first = np.searchsorted(images.ravel()[places], np.arange(runs.size + 1))
             places, missing, first = places[first[0] :], places[: first[0]], first - first[0]
         headers = self._headers(encoded, runs, batch.refuse)

@@ -425,9 +425,10 @@ def scaled_rows(
     target_sum: float | None,
     log1p: bool,
 ) -> NDArray[np.float32]:
-    """Return values divided by their row's total, times `target_sum`; and log(1 + value) of that.
+    """Return values divided by their row's total, times `target_sum`; with `log1p`, log(1 + that).
 
-    A total of 0 counts as 1. They are computed in double precision, and rounded to float32.
+    A total of 0 counts as 1; without `target_sum`, values are not divided. They are computed in
+    double precision, and rounded to float32.
     """
     core, rows = load_core(), offsets.size - 1
     divisors = np.ones(rows)
