@@ -50,7 +50,7 @@ from h5async.samples.fieldkind import FieldKind, Rows, steps_of
 from h5async.spelling import named
 from h5async.system.interruptions import suppressing
 
-_LEAST_AHEAD = 1 << 16  # samples of an epoch from which on a thread makes the order
+_LEAST_AHEAD = 1 << 16  # least samples of an epoch whose order a thread makes
 
 
 class OpenedDataset(NamedTuple):
@@ -214,10 +214,10 @@ class Samplings:
 
     `chosen` are the samples of an epoch, if already known; `selection` and `sequences` are part of
     it. `rows` are, per column, the rows of each sample; None means its own row. An epoch's order
-    has `epoch_samples` positions, for selected or drawn samples; if there are more or fewer
-    selected samples than positions, epochs continue each other in passes over all of them
-    (`has_passes`). `draws` and `sampler` are the orders of the options `weights` and `sampler`, if
-    given; `lengths` are the numbers of values of samples, if batches depend on them.
+    has `epoch_samples` positions, for selected or drawn samples. `has_passes`: there are more or
+    fewer selected samples than positions, so epochs continue each other in passes over all of them.
+    `draws` and `sampler` are the orders of the options `weights` and `sampler`, if given; `lengths`
+    are the numbers of values of samples, if batches depend on them.
 
     H5AsyncError if the datasets that select samples do not fit the dataset, or cannot be read.
     """

@@ -1,7 +1,7 @@
 """Determines the kinds of plain fields from the objects at their paths.
 
-Options enter; the same options leave, with fields of other kinds where needed; or the content of
-files for a saved index.
+Options enter; the same options leave, with fields of other kinds where needed. Also makes the index
+of each file for a saved index.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ on_indexed: ContextVar[Callable[[int, int], None] | None] = ContextVar("on_index
 _WORDS = {
     "": "plain dataset",
     SHAPE: "sparse matrix",
-    HEAP: "dataset of variable length (strings, say)",
+    HEAP: "dataset of variable-length elements (such as strings)",
     CATEGORIES: "categorical column",
     NULLABLE: "column with a mask of missing values",
     IMAGE: "dataset of encoded images",
@@ -122,7 +122,7 @@ def unlike(config: ReaderConfig, reach: Reach, grouping: Grouping | None) -> Dat
                     return DatasetError(
                         f'{path}: "{paths[name]}" ({name}) is not a {_WORDS[first[name].kind]} as'
                         f" in {files[0]}{f', but a {_WORDS[kind]}' * bool(kind)}; several files can"
-                        " be read as one only if these are alike: store it alike in all of them"
+                        " be read as one only if it is of one kind in all of them: store it alike"
                     )
     return None
 
@@ -198,7 +198,7 @@ def _column_fields(
     return made | {mask: Field(f"{path}/mask", **options)}
 
 
-# --- the content of files for a saved index -------------------------------------------------------
+# --- the index of each file for a saved index -----------------------------------------------------
 
 _FILES_OF_JOB = 16
 

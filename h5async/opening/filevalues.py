@@ -296,9 +296,9 @@ def _cut(
 
 
 def _files_of_samples(layout: DatasetLayout) -> tuple[Int64s, list[tuple[str, FileStamp]]]:
-    """Return the runs of samples whose values lie in one file, according to their references.
+    """Return the runs of samples whose values lie in one file, that of their references.
 
-    The array has the first sample of each run, and the number of samples; the list, their files.
+    The array has the first sample of each run, and the number of samples; the list, a file per run.
     """
     segments, datasets = table_of(layout)
     files = [(layout.file, layout.stamp), *datasets.columns.files]
@@ -339,7 +339,7 @@ def with_spans(
             f" {named('offsets_kind', 'lengths')}"
         )
     if spans[0] and spans[-1] == layout.num_samples:
-        # (Offsets of a slice, as in Arrow, may begin above 0, but end before the last value.)
+        # (Offsets of a slice, as in Arrow, may begin above 0, and then end before the last value.)
         raise DatasetError(
             f"{where} begins with {spans[0]} and ends with the last value, so that the values"
             f" before would be in no sample: it seems to hold where each sample ends; set"

@@ -114,21 +114,21 @@ class MemoryBudget:
         self._free = free_memory_nbytes()
         half = int(self._free * MEMORY_SHARE)
         self._limit = half if config.max_batch_bytes is None else config.max_batch_bytes
-        # The option limits each single thing. Together they may take more, so that a reader has the
-        # same memory with and without the option.
+        # The option limits each single thing. Together they may take more: with a small limit, as
+        # much as without the option.
         self._limit_of_all = max(half, self._limit)
 
     def check(self) -> None:
         """Raise ConfigError if any single part of a reader is above ``max_batch_bytes``.
 
         The parts are: all slots together; any chunk that is held whole, whoever decodes it; a row
-        of a source that is read only for pieces of it; and the list of a batch's chunks.
+        of a source dataset that is read to a buffer; and the list of a batch's chunks.
         """
         self._check_slots()
         for name, layout in self._layouts.items():
             rows = self._rows * self._transforms[name].rows_of_sample
             for source in _read_through_scratch(layout):
-                held = "its rows are read whole, to take pieces of them, and have {} bytes each"
+                held = "its rows, or parts of them, are read to a buffer, of up to {} bytes each"
                 self._require(source.row_nbytes, source, held)
             for leaf, _ in kinds_of(layout):
                 if leaf.chunks is None and not (leaf.filters or leaf.sources):
@@ -208,12 +208,12 @@ class MemoryBudget:
         yield _Share(f"scratch of {threads} thread{'s' * (threads > 1)}", scratch, fewer)
         pieced = [one for layout in layouts for one in _read_through_scratch(layout)]
         of_parts = threads * max((scratch_rows(x) * x.row_nbytes for x in pieced), default=0)
-        yield _Share("whole rows, read for pieces of them", of_parts, fewer)
+        yield _Share("buffers for rows of source datasets", of_parts, fewer)
         several = {name: rows * t.rows_of_sample for name, t in self._transforms.items()}
         at_once = {n: t.slot_rows(rows) * t.rows_of_sample for n, t in self._transforms.items()}
         read = max(_fallback_nbytes(y, at_once[name]) for name, y in self._layouts.items())
         yield _Share("rows that h5py reads at a time", read, f"make {named('batch_size')} smaller")
-        # A row has as many pieces as there are layers of datasets.
+        # A row has at most as many pieces as there are layers of datasets.
         layers = {n: max(1, len(table_of(y)[0].layers)) for n, y in self._layouts.items()}
         planned = sum(several[name] * count for name, count in layers.items())
         plans = rows * PLANNED_SAMPLE_NBYTES + planned * PLANNED_ROW_NBYTES
@@ -337,7 +337,7 @@ def _longest_sample(layout: DatasetLayout, selection: Selection) -> tuple[int, i
 
 
 def _read_through_scratch(layout: DatasetLayout) -> Iterator[DatasetLayout]:
-    """Yield the datasets whose whole rows are held to take pieces of them."""
+    """Yield the source datasets whose rows, or parts of them, are read to a buffer first."""
     for leaf, _ in kinds_of(layout) if layout.segments is not None else ():
         if needs_scratch(layout, leaf):
             yield leaf
