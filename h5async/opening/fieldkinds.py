@@ -71,7 +71,7 @@ def with_kinds(
 
     The options are the same object if nothing changed.
 
-    The first group of `grouping`, and the first saved index among the files, determine the kinds.
+    The first file, or saved index, and there the first group of `grouping`, determine the kinds.
     ConfigError if the name of a mask is taken, or a kind cannot be used with other options;
     H5AsyncError if a field is of a kind that cannot be read.
     """
