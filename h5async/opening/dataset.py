@@ -197,10 +197,11 @@ def _check_ragged(config: ReaderConfig, kinds: Mapping[str, FieldKind]) -> None:
     kind = next((kind for kind in kinds.values() if kind.is_ragged), None)
     if kind is None or not config.keeps_rows:
         return
-    if config.cache == "device":
-        option, remedy = 'cache="device"', 'set cache="host"'
-    elif kind.field.steps is not None:
-        option, remedy = "cache with steps", "leave it out"
+    option = f'cache="{config.cache}"'
+    if kind.field.steps is not None:
+        option, remedy = f"{option} with steps", 'leave it out, or set cache="disk"'
+    elif config.cache == "device":
+        remedy = 'set cache="host"'
     else:
         return
     raise ConfigError(
