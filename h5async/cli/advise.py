@@ -358,7 +358,7 @@ def _content(found: Advised) -> dict[str, Any]:
         "row_nbytes": found.layout.row_nbytes,
         "sample_nbytes": found.sample_nbytes,
         "order": found.order,
-        "memory_nbytes": found.memory_nbytes,
+        "memory_nbytes": int(found.memory_nbytes),
         "layouts": [
             {
                 "chunk_samples": one.layout.rows,
