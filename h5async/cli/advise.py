@@ -233,22 +233,18 @@ def trial_of(
 
 
 def samples_per_second(
-    config: ReaderConfig,
-    changed: Mapping[str, Any],
-    seconds: float,
-    row_nbytes: int,
-    most_times: float = 8.0,
+    config: ReaderConfig, changed: Mapping[str, Any], seconds: float, row_nbytes: int
 ) -> float:
     """Return the samples per second that are read in an order, measured for some seconds.
 
-    In a window, only first epochs are read, whole unless that takes `most_times` as long: the first
+    In a window, only first epochs are read, whole unless that takes 8 times as long: the first
     batches cost more, and later epochs of a small sample find its chunks decoded.
     """
     if changed.get("shuffle") != "window":
         return speed_of(config, changed, seconds) / row_nbytes
     samples, spent = 0, 0.0
     while spent <= seconds:
-        count, taken = _epoch(config, changed, most_times * seconds - spent)
+        count, taken = _epoch(config, changed, 8.0 * seconds - spent)
         samples, spent = samples + count, spent + taken
     return samples / spent
 

@@ -360,7 +360,10 @@ class ReaderCounts:
             if epoch is None:
                 end, begin = self._moment(now), self._since(since)
                 if begin.batches > end.batches:
-                    raise _newer(begin, end)
+                    raise ConfigError(
+                        f"since was taken at batch {begin.batches:,}, and this is batch"
+                        f" {end.batches:,}: it is newer; give earlier statistics"
+                    )
                 percentiles = self.waits.percentiles(now.num_waits, begin.waits.number)
             else:
                 span = self._span_of(epoch, now)
@@ -475,13 +478,6 @@ class ReaderCounts:
             _moment=end,
             **how,
         )
-
-
-def _newer(begin: _Moment, now: _Moment) -> ConfigError:
-    return ConfigError(
-        f"since was taken at batch {begin.batches:,}, and this is batch {now.batches:,}: it is"
-        " newer; give earlier statistics"
-    )
 
 
 def _percentile(ascending: Sequence[float], share: float) -> float:

@@ -275,7 +275,7 @@ class _Selecting:
                 )
             if array.dtype.kind == "b":
                 array = np.flatnonzero(array)
-            elif _is_like_a_mask(array, count):
+            elif array.size == count > 2 and array.min() >= 0 and array.max() <= 1:
                 raise DatasetError(
                     f'{file}: dataset "{path}" holds {array.dtype} zeros and ones, one for each'
                     " sample, which would be read as sample numbers; store a mask as bools"
@@ -398,11 +398,6 @@ class _Selecting:
                 " an array"
             )
         return read_whole(layout, values.reach).reshape(-1)
-
-
-def _is_like_a_mask(array: NDArray[Any], count: int) -> bool:
-    """Return whether integers seem to be meant as bools: some writers lack a bool type."""
-    return bool(array.size == count > 2 and array.min() >= 0 and array.max() <= 1)
 
 
 def sample_numbers(index: ArrayLike, count: int, where: str) -> Int64s:
