@@ -103,6 +103,17 @@ def test_frames_are_those_of_soundfile(several, dtype, options):
     assert all(isinstance(batch, Ragged) for batch in batches)
 
 
+@pytest.mark.skipif("MP3" not in soundfile.available_formats(), reason="libsndfile without MP3")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("frames", [None, 700])
+def test_frames_of_mp3s_are_those_of_soundfile(tmp_path, dtype, frames):
+    data = [encoded(3000 + n, 1, "MP3", "MPEG_LAYER_III", seed=n) for n in range(3)]
+    field = AudioField("audio", dtype=dtype, frames=frames)
+    found, _ = all_of(write(tmp_path / "a.h5", data), field)
+    for number, got in found.items():
+        assert_same_bits(got, by_soundfile(data[number], dtype)[:frames])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_several_channels(stereo, dtype):
     path, data = stereo

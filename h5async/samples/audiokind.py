@@ -143,7 +143,8 @@ class _AudioDecoder(FieldDecoder):
         try:
             with file:
                 first = int(start * (file.frames - count + 1))
-                if first:
+                # As soundfile.read does: without a seek, frames of MP3s are rounded otherwise.
+                if first or file.subtype.startswith("MPEG"):
                     file.seek(first)
                 got = read(file, out[:count])
         except self._soundfile.SoundFileError as error:
