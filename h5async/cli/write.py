@@ -65,20 +65,20 @@ def index(
     It has all datasets of the files, by their first dimension; with --field, only these. If readers
     use groups as sequences, give the same --sequences here.
     """
+    if bool(files) != (output is not None) or not (files or clear):
+        raise typer.BadParameter("give FILES, and -o INDEX", param_hint="FILES")
+    if output is not None and Path(resolved(output)).suffix != INDEX_SUFFIX:
+        raise ConfigError(f"the name of a saved index ends in {INDEX_SUFFIX}, found {output!r}")
     cleared = _clear() if clear else None
     if cleared is not None and not as_json:
         removed = f"removed {cleared['entries']:,} entries, {decimal(cleared['nbytes'])}"
         no_home = "there is no cache folder, because there is no home directory"
         typer.echo(f"{safe(cleared['folder'])}: {removed}" if cleared["folder"] else no_home)
-    if clear and not files and output is None:
+    if not files or output is None:
         if as_json:
             print_json("index", {"index": None, "left_out": [], "cleared": cleared})
         return
-    if not files or output is None:
-        raise typer.BadParameter("give FILES, and -o INDEX", param_hint="FILES")
     path = Path(resolved(output))
-    if path.suffix != INDEX_SUFFIX:
-        raise ConfigError(f"the name of a saved index ends in {INDEX_SUFFIX}, found {output!r}")
     config = _config(files, typed)
     reach = reach_of(config)
     refused: list[H5AsyncError] = []

@@ -155,6 +155,8 @@ def test_the_cache_folder_is_cleared(files, tmp_path, monkeypatch):
         AsyncReader(hdf5_path=path, device="cpu", num_threads=0).close()
     folder = tmp_path / "home" / "h5async" / "index"
     (folder / "notes.txt").write_text("not ours")
+    refuse("index", "--clear", files[0], exit_code=2)  # before anything is removed
+    refuse("index", "--clear", files[0], "-o", tmp_path / "train.txt")
     assert "removed 3 entries" in succeed("index", "--clear")
     assert os.listdir(folder) == ["notes.txt"]
 
