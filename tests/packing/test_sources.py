@@ -1,9 +1,11 @@
 """`pack` of every kind of source, whose values are compared by h5py, and read without options."""
 
+import ast
 import datetime
 import importlib
 import io
 import json
+import math
 import re
 
 import h5py
@@ -384,6 +386,27 @@ def test_values_for_nulls_within_lists_and_those_that_do_not_fit(tmp_path):
         assert values(file["a"]) == [[1, -1], [3]]
     with pytest.raises(DatasetError, match='cannot replace nulls of "b"'):
         opened(path, tmp_path, fill={"a": -1, "b": "none"})
+
+
+def test_a_fraction_does_not_replace_nulls_of_integers(tmp_path):
+    path = tmp_path / "x.parquet"
+    pytest.importorskip("pyarrow.parquet").write_table(pa.table({"a": [1, None]}), path)
+    with opened(path, tmp_path, fill={"a": 2.0}) as file:
+        assert values(file["a"]) == [1, 2]
+    for value in (1.5, math.nan, math.inf, "none"):
+        with pytest.raises(DatasetError, match='cannot replace nulls of "a"'):
+            opened(path, tmp_path, fill={"a": value})
+
+
+@pytest.mark.parametrize("column", [["a", None], [True, None], [[1], None], [1, None]])
+def test_the_value_that_is_proposed_for_nulls_can_replace_them(tmp_path, column):
+    path = tmp_path / "x.parquet"
+    pytest.importorskip("pyarrow.parquet").write_table(pa.table({"a": column}), path)
+    with pytest.raises(DatasetError, match="to replace them: fill=") as found:
+        opened(path, tmp_path)
+    proposed = ast.literal_eval(str(found.value).partition("fill=")[2])
+    with opened(path, tmp_path, fill=proposed) as file:
+        assert values(file["a"]) == [column[0], proposed["a"]]
 
 
 def test_times_of_differing_units_are_refused(tmp_path):

@@ -208,8 +208,10 @@ def _filled(array: Any, name: str, fill: Fill, where: str) -> Any:
     if name not in fill or not array.null_count:
         return array
     try:
+        if _arrow().types.is_integer(array.type) and fill[name] != int(fill[name]):
+            raise ValueError("it is no integer")  # Arrow would cut off its fraction
         return array.fill_null(fill[name])
-    except (_arrow().ArrowException, OverflowError) as error:
+    except (_arrow().ArrowException, OverflowError, ValueError, TypeError) as error:
         raise DatasetError(
             f'{where}: {named("fill", {name: fill[name]})} cannot replace nulls of "{name}",'
             f" {array.type}: {error}"
@@ -269,8 +271,24 @@ def _require_values(array: Any, name: str, where: str) -> None:
     if array.null_count:
         raise DatasetError(
             f'{where}: column "{name}", {array.type}, has {array.null_count:,} nulls, which HDF5'
-            f" cannot store; give a value to replace them: {named('fill', {name: 0})}"
+            f" cannot store; give a value to replace them: {named('fill', {name: _example(array)})}"
         )
+
+
+def _example(array: Any) -> object:
+    """Return a value that may replace nulls of this type."""
+    types, kind = _arrow().types, array.type
+    if types.is_boolean(kind):
+        return False
+    if types.is_fixed_size_binary(kind):
+        return "?" * kind.byte_width
+    if types.is_string(kind) or types.is_large_string(kind) or _is_binary(kind):
+        return ""
+    if types.is_list(kind) or types.is_large_list(kind):
+        return []
+    if types.is_fixed_size_list(kind):
+        return [0] * kind.list_size
+    return 0
 
 
 class EpisodeSource(TableSource):
