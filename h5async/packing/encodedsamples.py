@@ -173,13 +173,16 @@ def _decoded(data: Bytes, header: ImageHeader, own: _Scratch) -> Bytes:
 def _by_pillow(data: Bytes) -> Bytes:
     """Return the pixels from Pillow's ``convert("RGB")``; ValueError if that fails."""
     with needs_package("pillow", "images that are neither JPEG nor PNG, or unusual ones,"):
-        from PIL import Image
+        from PIL import Image, UnidentifiedImageError
     try:
         with Image.open(io.BytesIO(data.tobytes())) as image:
             return np.asarray(image.convert("RGB"))
     except Exception as error:
         first = data[:8].tobytes().hex(" ") or "none"
-        raise ValueError(f"Pillow: {error} (the first bytes are {first})") from error
+        # Pillow's text names the object that holds the bytes, by its address.
+        is_unknown = isinstance(error, UnidentifiedImageError)
+        found = "cannot identify the image" if is_unknown else str(error)
+        raise ValueError(f"Pillow: {found} (the first bytes are {first})") from error
 
 
 def encoded_images(images: Iterable[Bytes], spelled: str) -> list[Bytes]:

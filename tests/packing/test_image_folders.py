@@ -141,6 +141,7 @@ def test_bad_images_are_named_or_left_out(tmp_path, options):
     assert [name for name, _ in found.bad] == [
         str(folder / "a" / name) for name in sorted(damaged())
     ]
+    assert not any("0x" in why for _, why in found.bad)  # no object's address
     with h5py.File(out) as file:
         assert file["filenames"].asstr()[:].tolist() == ["a/good.jpg", "b/b.png"]
         assert file["labels"][:].tolist() == [0, 1]
