@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from h5async.config import Field, ReaderConfig
 from h5async.config.files import FileName
-from h5async.errors import DatasetError, H5AsyncError
+from h5async.errors import DamagedError, DatasetError, H5AsyncError
 from h5async.index.composition import join_groups
 from h5async.index.contents import Grouping
 from h5async.index.groupfields import (
@@ -46,7 +46,8 @@ from h5async.index.layout import DatasetLayout, SequenceLengths, values_of
 from h5async.index.links import Reach, below, open_index
 from h5async.index.metadata import list_layouts, may_be_variable_length, read_layouts
 from h5async.index.savedindex import Wanted
-from h5async.io.stores import absolute_name, settled_stamp
+from h5async.io.source import FileStamp
+from h5async.io.stores import absolute_name, settled_stamp, store_of
 from h5async.opening.filevalues import (
     categories_of,
     column_at,
@@ -75,6 +76,7 @@ from h5async.spelling import name_text, named
 from h5async.system.interruptions import suppressing
 
 _MOST_NAMES = 1 << 24
+_TRIES = 5  # to read a file without it changing meanwhile
 LABEL_KINDS = (LABELS, LABEL_NAMES)
 
 P = ParamSpec("P")
@@ -113,8 +115,32 @@ def read_known(
 ) -> dict[str, DatasetLayout]:
     """Read the facts of a file, by the names of the needs; columns of groups are joined.
 
-    H5AsyncError if the file is missing, damaged, or does not match the fields.
+    H5AsyncError if the file is missing, damaged, or does not match the fields. A file that a writer
+    appends to meanwhile, with SWMR, may look damaged; it is read again.
     """
+    known = None
+    for _ in range(_TRIES - 1):
+        try:
+            return _read_known(path, needs, reach, grouping)
+        except DamagedError:
+            state = _state_of(path)
+            if state is None or state == known:
+                raise
+            known = state
+    return _read_known(path, needs, reach, grouping)
+
+
+def _state_of(path: FileName) -> FileStamp | None:
+    """Return the state of a local file, or None."""
+    store = store_of(path)
+    with suppressing(OSError):
+        return store.stamp(str(path)) if store.is_local else None
+    return None
+
+
+def _read_known(
+    path: FileName, needs: Mapping[str, Need], reach: Reach, grouping: Grouping | None
+) -> dict[str, DatasetLayout]:
     found: dict[str, DatasetLayout] = {}
     plain: dict[str, Field] = {}
     for name, (kind, wanted) in needs.items():

@@ -24,9 +24,17 @@ import h5async.fill.filling
 import h5async.fill.phases
 import h5async.fill.reading
 import h5async.order.sampling
-from h5async import AsyncReader, BatchTimeoutError, Field, FileChangedWarning, ReadError
+from h5async import (
+    AsyncReader,
+    BatchTimeoutError,
+    DamagedError,
+    Field,
+    FileChangedWarning,
+    ReadError,
+)
 from h5async.core.binding import REFUSED, load_core
 from h5async.fill.reading import BatchReader
+from h5async.opening import filefacts
 from h5async.read.rereading import Rereader
 
 N = 120
@@ -238,6 +246,38 @@ def test_a_writer_may_open_the_file_meanwhile(path):
         assert len(caught) == 1
         for batch in batches:
             assert np.array_equal(batch.data, data[batch.index])
+
+
+@pytest.mark.parametrize(
+    ("failures", "grows", "tries"), [(0, True, 1), (2, True, 3), (9, True, 5), (9, False, 2)]
+)
+def test_a_file_that_changes_while_it_is_opened_is_read_again(
+    tmp_path, monkeypatch, failures, grows, tries
+):
+    """As one to which a writer appends: its index has chunks behind the end that was found."""
+    path = tmp_path / "growing.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("data", data=np.arange(20).reshape(10, 2), chunks=(2, 2))
+    read, sizes = filefacts.read_layouts, []
+
+    def growing(*args, **options):
+        sizes.append(path.stat().st_size)
+        if len(sizes) > failures:
+            return read(*args, **options)
+        if grows:
+            with path.open("ab") as file:
+                file.write(b"more")
+        raise DamagedError("it was cut short or is damaged")
+
+    monkeypatch.setattr(filefacts, "read_layouts", growing)
+    options = {"hdf5_path": path, "labels_field": None, "device": "cpu", "index_cache": False}
+    if tries > failures:
+        with AsyncReader(options) as reader:
+            assert reader.get_next_batch().data[:, 0].tolist() == list(range(0, 20, 2))
+    else:
+        with pytest.raises(DamagedError, match="cut short"):
+            AsyncReader(options)
+    assert len(sizes) == tries
 
 
 @pytest.mark.slow
