@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h5async import AsyncReader, ConfigError, DatasetError, RaggedField
+from h5async import (
+    AsyncReader,
+    AudioField,
+    ConfigError,
+    DatasetError,
+    ImageField,
+    RaggedField,
+)
 from h5async.order.rows import Packing
 
 LENGTHS = ([5, 0, 0, 31, 2, 7, 1], [], [0], [3, 64, 0], [17, 17])
@@ -146,7 +153,7 @@ def test_postprocess_gets_the_boundaries(files):
     [
         ({"x": {"pack": 0}}, "pack"),
         ({"x": {"pack": 4, "offsets": None}}, "pack needs offsets"),
-        ({"x": {"pack": 4, "pad_to": 4}}, "without pad_to"),
+        ({"x": {"pack": 4, "pad_to": 4}}, "pack and pad_to exclude each other"),
         ({"x": {"pack": 4}, "x_documents": {"pack": 4}}, "x_documents"),
     ],
 )
@@ -166,3 +173,9 @@ def test_fields_of_documents_do_not_fit_windows(files):
     fields = {"tokens": RaggedField("tokens", pack=8, **offsets), "label": "lengths"}
     with pytest.raises(DatasetError, match=r"same number of samples"):
         AsyncReader(hdf5_path=paths, fields=fields)
+
+
+@pytest.mark.parametrize("kind", [AudioField, ImageField])
+def test_other_fields_are_told_that_pack_is_not_for_them(kind):
+    with pytest.raises(ConfigError, match="pack is for ragged fields; leave it out"):
+        kind("bytes", pack=4)

@@ -82,8 +82,10 @@ class RaggedField(Field):
         if self.offsets is None and self.offsets_kind != "offsets":
             raise ValueError("offsets_kind needs offsets")
         if self.pack is not None:
-            if type(self) is not RaggedField or self.pad_to is not None:
-                raise ValueError("pack is for ragged fields without pad_to; leave one of them out")
+            if type(self) is not RaggedField:
+                raise ValueError("pack is for ragged fields; leave it out")
+            if self.pad_to is not None:
+                raise ValueError("pack and pad_to exclude each other; leave one of them out")
             if self.offsets is None:
                 raise ValueError(
                     "pack needs offsets: values of a variable-length datatype are not contiguous;"
