@@ -37,6 +37,7 @@ from h5async.reader import lifetime
 from h5async.system.interruptions import call_when_gone, interruption, passing, suppressing
 from h5async.system.resources import usable_cores
 
+OPEN_AGAIN = "open the file again"
 _RECENT = 32  # datasets that keep files and memory to read with
 
 
@@ -252,7 +253,7 @@ class Handle:
         if self._stamp is None:
             self._stamp = stamp
         if stamp != self._stamp and not (may_differ and stamp.file_id == self._stamp.file_id):
-            raise changed(self.filename, "it has changed since it was opened")
+            raise changed(self.filename, "it has changed since it was opened", OPEN_AGAIN)
         is_written = file.id.get_intent() & h5py.h5f.ACC_RDWR or file.swmr_mode
         if self.is_near and not is_written and len(_kept_files) < affordable_files():
             with suppressing(OSError):  # it was replaced meanwhile

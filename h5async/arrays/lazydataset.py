@@ -20,7 +20,7 @@ from h5async.arrays.boxreading import (
     RowsReader,
 )
 from h5async.arrays.firstreading import COPIED_NBYTES, OpenDataset, Stored, described, read_at_once
-from h5async.arrays.handle import Handle
+from h5async.arrays.handle import OPEN_AGAIN, Handle
 from h5async.arrays.selections import Box, Selection, box_of, key_of, selection_of
 from h5async.core.binding import load_core
 from h5async.errors import (
@@ -34,6 +34,7 @@ from h5async.index.hdf5 import reading
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Located, files_of
 from h5async.io.source import changed
+from h5async.opening.filefacts import read_unchanged
 from h5async.plan.transform import end_strings
 from h5async.read.executors import method_of
 from h5async.reader import lifetime
@@ -95,10 +96,18 @@ class Dataset:
         """Its layout, for the core; None if only HDF5 can read it."""
         if self.dtype.hasobject or not self._shape:
             return None
+        return read_unchanged(self.file.path, self._layout_of_shape)
+
+    def _layout_of_shape(self) -> DatasetLayout | None:
+        """Return the layout of the rows that there were when it was opened."""
         with self.file.opened(self._path, may_differ=True) as (located, node):
-            if (node.shape, Stored.of(node)) != (self._shape, self.stored):
-                raise changed(self.file.filename, f'dataset "{self.name}" was replaced')
-            return self._read_layout(located, node)
+            shape, known = node.shape, self._shape or ()
+            has_all = shape[1:] == known[1:] and shape[:1] >= known[:1]
+            if not has_all or Stored.of(node) != self.stored:
+                what = f'dataset "{self.name}" was replaced'
+                raise changed(self.file.filename, what, OPEN_AGAIN)
+            found = self._read_layout(located, node)
+            return None if found is None else found.changed(shape=known[:1] + found.shape[1:])
 
     def _read_layout(self, located: Located, node: h5py.h5d.DatasetID) -> DatasetLayout | None:
         with suppressing(DatasetError):  # scalars, elements of variable length, references

@@ -114,11 +114,11 @@ def lies_at(path: str, stamp: FileStamp) -> bool:
         return False
 
 
-def changed(path: str, what: str) -> ReadError:
+def changed(path: str, what: str, remedy: str = "make a new reader") -> ReadError:
     """Return the error for a file that was changed under a reader."""
     return ReadError(
-        f"{path} was changed while it was being read: {what}; make a new reader to read it as it is"
-        " now (after making a new saved index, if one was named)"
+        f"{path} was changed while it was being read: {what}; {remedy} to read it as it is now"
+        " (after making a new saved index, if one was named)"
     )
 
 

@@ -115,19 +115,26 @@ def read_known(
 ) -> dict[str, DatasetLayout]:
     """Read the facts of a file, by the names of the needs; columns of groups are joined.
 
-    H5AsyncError if the file is missing, damaged, or does not match the fields. A file that a writer
-    appends to meanwhile, with SWMR, may look damaged; it is read again.
+    H5AsyncError if the file is missing, damaged, or does not match the fields.
+    """
+    return read_unchanged(path, lambda: _read_known(path, needs, reach, grouping))
+
+
+def read_unchanged(path: FileName, read: Callable[[], T]) -> T:
+    """Return the result of `read()`, which opens and indexes a file.
+
+    A file that a writer appends to meanwhile, with SWMR, may look damaged; it is read again.
     """
     known = None
     for _ in range(_TRIES - 1):
         try:
-            return _read_known(path, needs, reach, grouping)
+            return read()
         except DamagedError:
             state = _state_of(path)
             if state is None or state == known:
                 raise
             known = state
-    return _read_known(path, needs, reach, grouping)
+    return read()
 
 
 def _state_of(path: FileName) -> FileStamp | None:

@@ -233,6 +233,32 @@ def test_values_of_a_file_that_this_process_opens_again_to_write(
 
 
 @pytest.mark.parametrize("compression", [None, "gzip"])
+@pytest.mark.parametrize("count", [1, 5, 31])
+def test_rows_that_are_appended_while_a_dataset_is_open_are_left_out(
+    tmp_path: Path, count: int, compression: str | None
+):
+    path, rows = tmp_path / "data.h5", np.arange(count * 4).reshape(count, 4)
+    options: dict[str, Any] = {"chunks": (3, 2), "compression": compression}
+    with h5py.File(path, "w", libver="latest") as file:
+        file.create_dataset("data", data=rows, maxshape=(None, None), **options)
+    with h5async.open_file(path) as opened:
+        data = opened["data"]
+        with h5py.File(path, "r+", libver="latest") as file:
+            file["data"].resize(count + 57, 0)
+            file["data"][count:] = -1
+        for key in (slice(None), slice(count // 2, None), (slice(None), slice(1, 3)), count - 1):
+            np.testing.assert_array_equal(data[key], rows[key])
+        with pytest.raises(h5async.SelectionError):
+            data[count]
+    with h5async.open_file(path) as opened:
+        data = opened["data"]
+        with h5py.File(path, "r+", libver="latest") as file:
+            file["data"].resize(2, 1)
+        with pytest.raises(h5async.ReadError, match=r"changed .*; open the file again"):
+            data[:]
+
+
+@pytest.mark.parametrize("compression", [None, "gzip"])
 def test_a_file_written_anew_in_its_place_while_it_is_open(tmp_path: Path, compression: str | None):
     path, rows = tmp_path / "data.h5", np.arange(4000).reshape(200, 20)
 
