@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from h5async import Field, ReaderConfig
+from h5async import Field, RaggedField, ReaderConfig
 from h5async.cli.options import Option, flag, options_of
 from h5async.config.kinds import KINDS
 
@@ -109,10 +109,12 @@ def _parameters(field: type[Field], but: Collection[str] = ()) -> list[tuple[str
 
 def _kind(kind: str, field: type[Field]) -> str:
     meaning = (field.__doc__ or "").partition("\n")[0]
-    of_all = [option.name for option in options_of(Field)]
+    left_out = [option.name for option in options_of(Field)]
+    if field is not RaggedField:
+        left_out += ["pad_to", "pack"]  # inherited, and refused
     page = {"image": "images.md", "audio": "audio.md"}.get(kind, "ragged.md")
     return KIND.format(name=field.__name__, meaning=meaning, kind=kind, page=page) + _table(
-        ("parameter", "default", "meaning"), _parameters(field, of_all)
+        ("parameter", "default", "meaning"), _parameters(field, left_out)
     )
 
 
