@@ -24,7 +24,7 @@ from h5async.config import ReaderConfig
 from h5async.config.files import FileName
 from h5async.errors import ConfigError, DatasetError, H5AsyncError
 from h5async.index.layout import DatasetLayout
-from h5async.index.metadata import list_layouts
+from h5async.index.metadata import list_layouts, read_layouts
 from h5async.io.stores import far_names
 from h5async.opening.dataset import open_dataset
 from h5async.opening.filevalues import reach_of
@@ -98,8 +98,8 @@ def advise(
     """Say which chunks and filters would be better for a dataset of FILE, and how to get them.
 
     It writes a sample of the rows to a temporary folder in each layout, and reads it. The dataset
-    is the largest of the fields, or of the file if it has none of these. Without --shuffle window,
-    the speed of a full shuffle decides.
+    is the one of --data-field, or else the largest of the fields, or of the file if it has none of
+    these. Without --shuffle window, the speed of a full shuffle decides.
     """
     config = reader_config(typed)
     picture = Picture(plot) if plot else None
@@ -136,11 +136,17 @@ def advised(config: ReaderConfig, seconds: float = 0.75, rounds: int = 3) -> Adv
 
 
 def _largest(config: ReaderConfig, file: FileName) -> DatasetLayout:
-    """Return the largest dataset of the fields, or of the file if that has none of them."""
+    """Return the dataset that was named, or the largest of the fields, or else of the file."""
     reach = reach_of(config)
     every = {one.path: one for one in listed(file, reach, [])}
-    fields = [one.path.strip("/") for one in config.batch_fields.values()]
-    chosen = [every[path] for path in fields if path in every] or list(every.values())
+    fields, typed = config.batch_fields, config.model_fields_set
+    if "data_field" in typed:
+        fields = {"data": fields["data"]}
+    paths = [one.path.strip("/") for one in fields.values()]
+    chosen = [every[path] for path in paths if path in every]
+    if not chosen and typed & {"fields", "data_field"}:
+        read_layouts(file, fields, reach)  # raises an error that names them
+    chosen = chosen or list(every.values())
     groups = [one.path for one in every.values() if one.kind == "sparse"]
     good = [one for one in chosen if not _why_not(one, groups)]
     if not good:
