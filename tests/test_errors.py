@@ -453,11 +453,26 @@ FUNCTION = 'must be a function or "module:function"'
         ({"postprocess": 3}, f"postprocess: {FUNCTION}, found 3"),
         ({"fields": 3}, "fields: must map names to paths or Fields, found 3"),
         ({"fields": {"a": 3}}, "fields: a: must be a path or a Field, found 3"),
+        ({"postprocess_fields": {"a", "b"}}, "postprocess_fields: a set has no order"),
     ],
 )
 def test_options_that_do_not_fit(path, options, message):
     plain_file(path)
     assert message in error_of(ConfigError, ValueError, path=path, **options)
+
+
+@pytest.mark.parametrize("name", ["categories", "axes", "scale", "offset"])
+@pytest.mark.parametrize("kind", [set, frozenset])
+def test_a_set_is_no_list(name, kind):
+    """It would be taken in an order of its own: axes sorted, codes by the hashes of a process."""
+    with pytest.raises(ConfigError, match=f"{name}: a set has no order; give a list"):
+        Field("data", **{name: kind([0, 3, 1, 2])})
+
+
+def test_a_mapping_of_categories_to_codes_is_refused():
+    """Of {"cat": 1, "dog": 0}, cat would have the code 0: the codes are places in a list."""
+    with pytest.raises(ConfigError, match="categories: a mapping is no list of names"):
+        Field("species", categories={"cat": 1, "dog": 0})
 
 
 @pytest.mark.parametrize(
