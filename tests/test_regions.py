@@ -173,6 +173,12 @@ def test_of_several_files_and_virtual_datasets(tmp_path: Path):
         ({1: slice(9, 0, -1)}, ConfigError, "steps are 1 or more"),
         ({0: slice(4)}, ConfigError, "dimension 0 counts the samples"),
         ({3: slice(4)}, ConfigError, "there is no dimension 3"),
+        (
+            {1: slice(4), -2: slice(9)},
+            ConfigError,
+            r"must name each dimension once; found \(1, -2\)",
+        ),
+        ({"lat": slice(4), 1: slice(9)}, ConfigError, "must name each dimension once"),
         ({"depth": slice(4)}, DatasetError, 'there is no dimension "depth"'),
     ],
 )

@@ -258,8 +258,11 @@ def require_same_places(several: Iterable[Places | None]) -> None:
 
 def _region_of(field: Field, layout: DatasetLayout) -> DatasetLayout:
     wanted = [range(size) for size in layout.row_shape]
-    for bounds in field.region:
-        at = _row_dimension(bounds.dimension, field, layout, "region")
+    axes = [_row_dimension(bounds.dimension, field, layout, "region") for bounds in field.region]
+    if len(set(axes)) != len(axes):
+        found = tuple(bounds.dimension for bounds in field.region)
+        raise ConfigError(f"{_where(layout)}: region must name each dimension once; found {found}")
+    for at, bounds in zip(axes, field.region, strict=True):
         size = layout.row_shape[at]
         wanted[at] = range(size)[bounds.slice]
         if not wanted[at]:
