@@ -400,6 +400,13 @@ def test_lengths_that_differ(path):
     assert '"images/labels" (y) has 6 along dimension 0' in text
 
 
+def test_strings_of_two_dimensions(path):
+    with h5py.File(path, "w") as file:
+        file.create_dataset("data", (4, 2), h5py.string_dtype())
+    text = error_of(DatasetError, path=path, labels_field=None)
+    assert "samples of variable length must have one dimension, found shape (4, 2)" in text
+
+
 def test_a_filter_that_nobody_has(path):
     plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     plist.set_chunk((4, 30))

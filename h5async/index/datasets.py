@@ -155,7 +155,9 @@ class Indexer:
             sources = self.sources(where, dataset.plist, forms)
         shape = self._shape_of(dataset)
         if not shape or (len(shape) != 1 and not self._depth):
-            raise DatasetError(f"{where}: samples of variable length must have one dimension")
+            raise DatasetError(
+                f"{where}: samples of variable length must have one dimension, found shape {shape}"
+            )
         layout = self._declared(name, dataset, storage, dtype, shape).changed(
             sample_axis=normal_axis(num_dim, len(shape), where),
             stored_itemsize=dtype.itemsize,

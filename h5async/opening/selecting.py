@@ -329,10 +329,17 @@ class _Selecting:
                 found = 1 / counts[numbers.reshape(-1)]
             else:
                 found = self._of_samples(weights)[samples]
-        if not (np.isfinite(found) & (found >= 0)).all() or not found.any():
+        is_good = np.isfinite(found) & (found >= 0)
+        if not is_good.all():
+            first = int(np.argmin(is_good))
             raise ConfigError(
-                f"{named('weights')}: must be finite, not below 0, and not all 0, found"
-                f" {found.min()} to {found.max()} among the samples that are selected"
+                f"{named('weights')}: must be finite, and not below 0; found {found[first]} for"
+                f" sample {samples[first]}"
+            )
+        if not found.any():
+            raise ConfigError(
+                f"{named('weights')}: must not all be 0, and all {found.size:,} samples that are"
+                " selected have weight 0"
             )
         return found.astype(np.float64)
 

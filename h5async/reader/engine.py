@@ -193,8 +193,17 @@ class Engine:
             return "the sampler draws no sample"
         if not count and config.indices is not None:
             return f"`{named('indices')}` selects no sample"
+        fields = config.batch_fields.values()
+        is_cut = any(field.steps is not None and field.pad == "drop" for field in fields)
+        if not count and is_cut and any(one.sample_count for one in self.setup.layouts.values()):
+            return (
+                "no sample has all of its steps inside its sequence; give nearer steps, or"
+                ' pad="edge" or pad="zero"'
+            )
+        given = [named(name, getattr(config, name)) for name in ("batch_size", "drop_last")]
+        ranks = self.position.course.rank.world_size
+        given += [named("world_size", ranks)] if ranks > 1 else []
         remedy = f"; make {named('batch_size')} smaller, or use {named('drop_last', False)}"
-        given = (named(name, getattr(config, name)) for name in ("batch_size", "drop_last"))
         return f"{count} samples, {', '.join(given)}{remedy if count else ''}"
 
     def settle(self) -> None:

@@ -48,8 +48,9 @@ _POSITION = ("epoch", "position", "batch_size", "world_size")
 _DIGESTS = ("indices", "weights", "sampler")
 _OPTIONAL = (*_DIGESTS, "epoch_samples", "offset", "batch_values", "bucket")
 _OF_FILES = {
-    "fingerprint": "a file has changed since the state was saved, or the part of it that a field"
-    " reads (region, say): sizes, shapes, dtypes, chunks, sequences or lengths of samples differ",
+    "fingerprint": "a file has changed since the state was saved (sizes, shapes, dtypes, chunks,"
+    " sequences or lengths of samples differ), or the reader has other fields, in another order, or"
+    " with another region; give it those that it had then",
     "lengths": "samples have other lengths than when the state was saved",
 }
 _MOST_RANKS = 1 << 20  # limits the time that an invalid state can cost
@@ -254,6 +255,9 @@ class ReaderPosition:
                 f" reader have {own}; give it the same files, or {anew}"
             )
         if name in _DIGESTS:
+            fields = self._config.batch_fields.values()
+            if name == "indices" and any(field.steps is not None for field in fields):
+                name += ", or other steps or sequences, which leave samples out"
             return ConfigError(
                 f"the state was saved with other {name}; give the reader what it had then, or"
                 f" {anew}"

@@ -12,7 +12,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from h5async import AsyncReader, ConfigError, DatasetError, H5AsyncError, ReaderConfig, Split
+from h5async import (
+    AsyncReader,
+    ConfigError,
+    DatasetError,
+    Field,
+    H5AsyncError,
+    ReaderConfig,
+    ReadError,
+    Split,
+)
 
 COUNTS = (137, 0, 1025, 1)  # samples of each file
 COUNT = sum(COUNTS)
@@ -132,6 +141,14 @@ def test_helper_process(files):
         reader_of(files, indices=split, shuffle="full", workers="process") as process,
     ):
         assert epoch_of(threads).tolist() == epoch_of(process).tolist()
+
+
+def test_steps_that_leave_no_sample(files):
+    """The message says so: the dataset has samples, and no smaller batch would help."""
+    with reader_of(files, fields={"x": Field("data", steps=[0, 5000])}) as reader:
+        assert (len(reader), reader.num_samples) == (0, 0)
+        with pytest.raises(DatasetError, match="no sample has all of its steps inside"):
+            reader.fetch_data()
 
 
 @pytest.mark.parametrize("chosen", [[], np.zeros(0, int), "0:0", range(0), np.zeros(COUNT, bool)])
@@ -289,9 +306,9 @@ def test_a_file_that_is_read_twice_has_one_weight(files):
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        (np.zeros(COUNT), "not all 0"),
-        (np.full(COUNT, np.nan), "finite"),
-        (np.full(COUNT, np.inf), "finite"),
+        (np.zeros(COUNT), "must not all be 0, and all 1,163 samples that are selected have"),
+        (np.full(COUNT, np.nan), "finite, and not below 0; found nan for sample 0"),
+        (np.r_[np.ones(COUNT - 1), np.inf], "found inf for sample 1162"),
         (np.r_[-1.0, np.ones(COUNT - 1)], "not below 0"),
         (np.ones(3), "must be a number for each"),
         ("subject", "must be a number for each"),
@@ -375,6 +392,11 @@ CHANGES = [
     ({"weights": "weight"}, {}, "the state has weights"),
     ({"weights": "weight"}, {"weights": "weight", "epoch_samples": 9}, "epoch_samples=1163"),
     ({"sampler": [1, 2]}, {}, "the state has sampler"),
+    (
+        {"fields": {"x": Field("data", steps=[0, 1])}},
+        {"fields": {"x": Field("data", steps=[0, 2])}},
+        "other indices, or other steps or sequences, which leave samples out",
+    ),
     ({"sampler": [1, 2]}, {"sampler": [2, 1]}, "draws other samples"),
 ]
 
@@ -387,6 +409,15 @@ def test_a_state_of_another_order_is_refused(files, before, after, message):
         with pytest.raises(ConfigError, match=message):
             reader.load_state_dict(state)
         assert reader.get_next_batch().number == 0
+
+
+def test_a_state_of_other_fields_is_refused(files):
+    """No file has changed, and the message does not say that one has."""
+    with reader_of(files) as reader:
+        state = reader.state_dict()
+    with reader_of(files, fields={"data": "data"}) as reader:
+        with pytest.raises(ReadError, match="or the reader has other fields, in another order"):
+            reader.load_state_dict(state)
 
 
 def test_equal_selections_have_equal_states(files):
