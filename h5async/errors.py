@@ -114,7 +114,8 @@ class ReadError(H5AsyncError, OSError):
         The file and the dataset (its path) that the error is about; None if neither, or unknown.
     samples, file_samples
         The samples of the batch that cannot be read, ascending: their numbers in the whole dataset,
-        and in their files. Empty if they are not known.
+        and in their files. Those of other damage, which the batch may meet as well, may be missing.
+        Empty if they are not known.
 
     Examples
     --------
