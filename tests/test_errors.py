@@ -303,6 +303,20 @@ def test_missing_labels(path):
     assert 'there is no dataset "labels"' in text
 
 
+def test_a_soft_link_that_leads_nowhere(path):
+    with h5py.File(path, "w") as file:
+        file["labels"], file["data"] = [1, 2], h5py.SoftLink("/raw/images")
+    text = error_of(DatasetError, KeyError, path=path)
+    assert 'no dataset "data", as its soft link leads to "/raw/images", where there is' in text
+
+
+def test_weights_of_strings_name_their_dataset(path):
+    with h5py.File(path, "w") as file:
+        file["data"], file["labels"], file["names"] = [1, 2], [1, 2], ["a", "b"]
+    text = error_of(ConfigError, path=path, weights="names")
+    assert 'found 2 strings in "names"' in text
+
+
 def test_missing_dataset_where_there_is_none_at_all(path):
     h5py.File(path, "w").close()
     assert "holds no datasets" in error_of(DatasetError, KeyError, path=path)

@@ -61,6 +61,7 @@ from h5async.index.storedtypes import Forms, variable_length
 from h5async.index.tables import Piece, Slab
 from h5async.io.hdf5files import HDF5File
 from h5async.io.stores import store_of
+from h5async.spelling import name_bytes, printable
 from h5async.system.interruptions import passing, suppressing
 
 # Memory per sequence along a dimension: of its bounds, or of an object.
@@ -363,7 +364,9 @@ def _dataset_at(
         missing = isinstance(error, KeyError) and "Unable" not in str(error)
         missing = missing or "doesn't exist" in str(error)
         detail = "" if missing else f" that can be opened ({error})"
-        if missing and "@" in path:
+        if missing and (target := _soft_target(file, path)):
+            detail = f', as its soft link leads to "{target}", where there is nothing'
+        elif missing and "@" in path:
             detail = '; if it is an attribute, give the field per="file", for example'
         raise DatasetError(
             f'{file.filename}: there is no dataset "{path}"{detail};'
@@ -383,6 +386,14 @@ def _dataset_at(
             f" {what_is_there(file, reach, path)}"
         )
     return found, node
+
+
+def _soft_target(file: HDF5File, path: str) -> str:
+    """Return where the soft link at a path leads; "" if there is none."""
+    with suppressing(Exception):
+        link = file.get(name_bytes(path), getlink=True)
+        return printable(link.path) if isinstance(link, h5py.SoftLink) else ""
+    return ""
 
 
 def references(path: FileName, name: str, reach: Reach) -> tuple[DatasetLayout, Forms]:

@@ -349,10 +349,11 @@ class _Selecting:
         else:
             found = weights.array
         if found.size != self._num_samples or found.dtype.kind not in "biuf":
+            where = f' in "{weights}"' if isinstance(weights, str) else ""
+            kind = "strings" if found.dtype.kind in "OSU" else f"values of {found.dtype}"
             raise ConfigError(
                 f"{named('weights')}: must be a number for each of the {self._num_samples:,}"
-                " samples of the"
-                f" dataset, found {found.size:,} values of {found.dtype}"
+                f" samples of the dataset, found {found.size:,} {kind}{where}"
             )
         return found
 
