@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,16 +39,17 @@ from h5async.opening.filevalues import grouping_of, reach_of
 from h5async.opening.oncefields import static_values, with_rows_of_samples
 from h5async.opening.selecting import Chosen, choose, step_rows
 from h5async.order.drawn import SamplerOrder
-from h5async.order.lengths import NO_LIMIT, Lengths, SamplingByLength
 from h5async.order.rows import LengthRows, SpanRows, StepSpans
-from h5async.order.sampling import FillRequest, Order, OrderKey, Sampling
+from h5async.order.sampling import NO_LIMIT, FillRequest, Order, OrderKey, Sampling
 from h5async.order.selection import WeightedOrder
-from h5async.order.window import window_order
 from h5async.plan.crops import require_same_places
 from h5async.samples.assembly import columns_of, field_kinds, spans_of
 from h5async.samples.fieldkind import FieldKind, Rows, steps_of
 from h5async.spelling import named
 from h5async.system.interruptions import suppressing
+
+if TYPE_CHECKING:
+    from h5async.order.lengths import Lengths
 
 _LEAST_AHEAD = 1 << 16  # least samples of an epoch whose order a thread makes
 
@@ -372,6 +373,8 @@ class Samplings:
             if resumed and self.config.shuffle == "window":
                 begun_by_window = resumed[0], self._window(*resumed[1:3])
             return Sampling(**dealing, resumed=begun_by_window)
+        from h5async.order.lengths import SamplingByLength
+
         begun = None
         if resumed:
             epoch, batch_size, ranks, start = resumed
@@ -399,6 +402,8 @@ class Samplings:
         }
 
     def _window(self, batch_size: int, world_size: int) -> Order:
+        from h5async.order.window import window_order
+
         config = self.config
         return window_order(
             list(self.layouts.values()),
@@ -446,6 +451,8 @@ def _lengths_of(config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> L
             f" differing lengths, and none of {', '.join(kinds)} is, or their lengths are not known"
             f" before decoding; leave it out, and use {named('batch_size')}"
         )
+    from h5async.order.lengths import Lengths
+
     values = None if config.batch_values is None else min(NO_LIMIT, config.batch_values)
     return Lengths(counts, values, config.bucket)
 

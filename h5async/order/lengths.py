@@ -21,12 +21,11 @@ from numpy.typing import NDArray
 
 from h5async.core.binding import address, load_core
 from h5async.order.rows import numbers_in, starts_of
-from h5async.order.sampling import KeptEpochs, Run, Sampling, dealt, dealt_or_repeated
+from h5async.order.sampling import NO_LIMIT, KeptEpochs, Run, Sampling, dealt, dealt_or_repeated
 from h5async.order.selection import Int64s, Selection, keyed_hash, round_keys
 from h5async.order.window import DealtOrder
 
 _BLOCK = 1 << 18  # samples cut at a time
-NO_LIMIT = 1 << 62
 _MOVED = 1 << 16  # batches moved at a time
 
 

@@ -47,6 +47,7 @@ T = TypeVar("T")
 
 _PERMUTED_AT_ONCE = 1024  # positions: a block costs little more than a batch of 32
 NO_EPOCH = -1  # the epoch of given samples
+NO_LIMIT = 1 << 62  # of samples or values in a batch
 _EPOCHS_KEPT = 2  # the current one and the next one
 
 

@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import functools
 import os
-import ssl
 import threading
 import time
 from collections import deque
@@ -437,6 +436,8 @@ def _curl(core: Core) -> Any | None:
 
 def _ca_file() -> bytes:
     """Return the path of the trusted certificates; empty: those of libcurl."""
+    import ssl  # takes milliseconds
+
     chosen = os.environ.get("SSL_CERT_FILE") or ssl.get_default_verify_paths().cafile
     if chosen is None:
         with suppressing(ImportError):

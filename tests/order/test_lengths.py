@@ -17,8 +17,8 @@ from orders import batch_of
 
 from h5async.core.binding import load_core
 from h5async.order import lengths as lengths_module
-from h5async.order.lengths import NO_LIMIT, Lengths, Limits, SamplingByLength, cut, cut_sorted
-from h5async.order.sampling import Sampling, Schedule, dealt
+from h5async.order.lengths import Lengths, Limits, SamplingByLength, cut, cut_sorted
+from h5async.order.sampling import NO_LIMIT, Sampling, Schedule, dealt
 from h5async.order.selection import Selection, WeightedOrder, keyed_hash, round_keys
 from h5async.order.window import DealtOrder, WindowOrder
 
