@@ -19,9 +19,10 @@ from h5async.config.files import Kept
 from h5async.core.binding import MAX_RANK, Core, load_core
 from h5async.errors import DamagedError, DatasetError
 from h5async.index.changes import FileChanges
-from h5async.index.datasettable import kinds_of, unit_nbytes
+from h5async.index.datasettable import kinds_of, table_of, unit_nbytes
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach, files_of
+from h5async.index.shapes import swaps
 from h5async.io.hdf5files import affordable_files
 from h5async.io.source import IoMode
 from h5async.order.rows import SpanRows, StepRows
@@ -49,6 +50,13 @@ def _method(core: Core | None, layout: DatasetLayout) -> Method:
         return "h5py"
     can_decode = len(layout.shape) <= MAX_RANK and core.filters(layout.filters) is not None
     return "core" if layout.heaps or can_decode else "h5py"
+
+
+def _method_of_leaf(core: Core | None, leaf: DatasetLayout, whole: DatasetLayout) -> Method:
+    """Return the method for a dataset that `whole` consists of, at least in part."""
+    has_members = whole.segments is not None and any(y.member for y in table_of(whole)[0].pieces)
+    needs_conversion = not has_members and swaps(leaf, whole) is None  # of values, by NumPy
+    return "h5py" if needs_conversion else _method(core, leaf)
 
 
 class Executors:
@@ -93,7 +101,9 @@ class Executors:
     def methods(self) -> list[str]:
         """How each field is read, in field order; see `ReaderStats.ways`."""
         return [
-            " and ".join(sorted({_method(self.core, leaf) for leaf, _ in kinds_of(layout)}))
+            " and ".join(
+                sorted({_method_of_leaf(self.core, leaf, layout) for leaf, _ in kinds_of(layout)})
+            )
             for layout in self.layouts
         ]
 
@@ -146,12 +156,13 @@ class Executors:
                 with collection.rereader.opened(number):
                     pass  # it raises the error
         for layout in self.layouts:
-            if all(_method(self.core, leaf) != "h5py" for leaf, _ in kinds_of(layout)):
+            kinds = [leaf for leaf, _ in kinds_of(layout)]
+            if all(_method_of_leaf(self.core, leaf, layout) != "h5py" for leaf in kinds):
                 continue
             for leaf in itertools.islice(layout.leaves(), self._kept_files):
                 if is_closed():
                     return
-                if _method(self.core, leaf) == "h5py":
+                if _method_of_leaf(self.core, leaf, layout) == "h5py":
                     self._fallback.open(leaf)
 
     def close(self) -> None:
