@@ -53,7 +53,7 @@ def test_categories_of_any_version_are_united(tmp_path, first, second, names):
 
 KINDS: dict[str, Any] = {
     "categorical": ("categorical column", {}),
-    "strings": ("dataset of variable length", {}),
+    "strings": ("dataset of variable-length elements", {}),
     "numbers": ("plain dataset", {"values": (1, 2, 3, 4)}),
     "nullable-integer": (
         "column with a mask",
