@@ -306,7 +306,7 @@ def methods_of(layout: DatasetLayout) -> tuple[tuple[str, ...], int]:
     """Return what reads a dataset directly, and the number of datasets that hold its values."""
     columns = table_of(layout)[1].columns
     sources = len(set(zip(columns.file.tolist(), columns.paths, strict=True)))
-    methods = {method_of(source) for source, _ in kinds_of(layout)}
+    methods = {method_of(source, layout) for source, _ in kinds_of(layout)}
     return tuple(sorted(methods)), sources
 
 

@@ -354,7 +354,7 @@ def _touched_scratch_nbytes(layouts: Sequence[DatasetLayout]) -> int:
 def _fallback_nbytes(layout: DatasetLayout, rows: int) -> int:
     most = 0
     for leaf, _ in kinds_of(layout):
-        if method_of(leaf) != "h5py":
+        if method_of(leaf, layout) != "h5py":
             continue
         most = max(most, min(leaf.nbytes, span_nbytes(leaf, rows)))
         for source in leaf.origins():

@@ -19,7 +19,7 @@ from h5async.config.files import Kept
 from h5async.core.binding import MAX_RANK, Core, load_core
 from h5async.errors import DamagedError, DatasetError
 from h5async.index.changes import FileChanges
-from h5async.index.datasettable import kinds_of, table_of, unit_nbytes
+from h5async.index.datasettable import kinds_of, unit_nbytes
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach, files_of
 from h5async.index.shapes import swaps
@@ -31,32 +31,30 @@ from h5async.plan.transform import NativeTransform
 from h5async.read.collection import Collection
 from h5async.read.coretables import CoreTables, Scratch, ScratchSize
 from h5async.read.fallback import FallbackReader
-from h5async.read.h5pyrows import H5pyRows
+from h5async.read.h5pyrows import H5pyRows, has_members
 from h5async.read.queue import SlotBatch
 
 _BLOCK_SAMPLES = 1 << 18
 Method = Literal["core", "h5py", "memory"]
 
 
-def method_of(layout: DatasetLayout) -> Method:
-    """Return the method for reading a dataset that does not consist of other datasets."""
-    return _method(load_core(), layout)
+def method_of(layout: DatasetLayout, whole: DatasetLayout | None = None) -> Method:
+    """Return the method for reading a dataset that does not consist of others.
+
+    `whole` is the one that consists of it, if any.
+    """
+    return _method(load_core(), layout, layout if whole is None else whole)
 
 
-def _method(core: Core | None, layout: DatasetLayout) -> Method:
+def _method(core: Core | None, layout: DatasetLayout, whole: DatasetLayout) -> Method:
     if layout.values is not None:
         return "memory"
     if layout.fallback_reason is not None or core is None:
         return "h5py"
+    if not has_members(whole) and swaps(layout, whole) is None:  # NumPy converts its values
+        return "h5py"
     can_decode = len(layout.shape) <= MAX_RANK and core.filters(layout.filters) is not None
     return "core" if layout.heaps or can_decode else "h5py"
-
-
-def _method_of_leaf(core: Core | None, leaf: DatasetLayout, whole: DatasetLayout) -> Method:
-    """Return the method for a dataset that `whole` consists of, at least in part."""
-    has_members = whole.segments is not None and any(y.member for y in table_of(whole)[0].pieces)
-    needs_conversion = not has_members and swaps(leaf, whole) is None  # of values, by NumPy
-    return "h5py" if needs_conversion else _method(core, leaf)
 
 
 class Executors:
@@ -101,9 +99,7 @@ class Executors:
     def methods(self) -> list[str]:
         """How each field is read, in field order; see `ReaderStats.ways`."""
         return [
-            " and ".join(
-                sorted({_method_of_leaf(self.core, leaf, layout) for leaf, _ in kinds_of(layout)})
-            )
+            " and ".join(sorted({_method(self.core, leaf, layout) for leaf, _ in kinds_of(layout)}))
             for layout in self.layouts
         ]
 
@@ -156,13 +152,12 @@ class Executors:
                 with collection.rereader.opened(number):
                     pass  # it raises the error
         for layout in self.layouts:
-            kinds = [leaf for leaf, _ in kinds_of(layout)]
-            if all(_method_of_leaf(self.core, leaf, layout) != "h5py" for leaf in kinds):
+            if all(_method(self.core, leaf, layout) != "h5py" for leaf, _ in kinds_of(layout)):
                 continue
             for leaf in itertools.islice(layout.leaves(), self._kept_files):
                 if is_closed():
                     return
-                if _method_of_leaf(self.core, leaf, layout) == "h5py":
+                if _method(self.core, leaf, layout) == "h5py":
                     self._fallback.open(leaf)
 
     def close(self) -> None:

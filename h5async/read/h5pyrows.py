@@ -150,10 +150,13 @@ class H5pyRows:
 
 def needs_scratch(layout: DatasetLayout, source: DatasetLayout) -> bool:
     """Return whether a source's rows may need conversion to become rows of the whole dataset."""
-    segments, _ = table_of(layout)
-    is_member = any(piece.member is not None for piece in segments.pieces)
-    is_other = source.raw_dtype != layout.raw_dtype and not is_member
-    return is_other or any(piece.region is not None for piece in segments.pieces)
+    is_other = source.raw_dtype != layout.raw_dtype and not has_members(layout)
+    return is_other or any(piece.region is not None for piece in table_of(layout)[0].pieces)
+
+
+def has_members(layout: DatasetLayout) -> bool:
+    """Return whether members of compound types are taken from its sources."""
+    return any(piece.member is not None for piece in table_of(layout)[0].pieces)
 
 
 def scratch_rows(source: DatasetLayout) -> int:
