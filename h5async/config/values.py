@@ -181,7 +181,7 @@ def _dataset_path(value: object) -> str:
     return str(name)
 
 
-def ordered(value: Any) -> Any:
+def _ordered(value: Any) -> Any:
     """Return a value; raise `ValueError` if it is a set, whose order differs between processes."""
     if isinstance(value, set | frozenset):
         raise ValueError("a set has no order; give a list")
@@ -198,7 +198,7 @@ def _category_names(value: object) -> object:
             "a mapping is no list of names, whose places are the codes; give the names alone, in"
             " the order of their codes"
         )
-    names = tuple(ordered(value)) if isinstance(value, Iterable) else ()
+    names = tuple(_ordered(value)) if isinstance(value, Iterable) else ()
     if not names or not all(isinstance(name, str | int) for name in names):
         raise ValueError("must be True, a list of names, or the path of a dataset of names")
     if len(set(names)) < len(names):
@@ -230,7 +230,7 @@ def _steps(value: object) -> object:
 
 
 def _numbers(value: object) -> object:
-    value = ordered(value)
+    value = _ordered(value)
     if not isinstance(value, np.ndarray | list | tuple):
         return value
     try:
@@ -241,7 +241,7 @@ def _numbers(value: object) -> object:
 
 def _several(value: object) -> object:
     """Convert NumPy arrays and ranges to tuples, and refuse sets."""
-    value = ordered(value)
+    value = _ordered(value)
     return tuple(value) if isinstance(value, np.ndarray | range) and np.ndim(value) else value
 
 
@@ -365,7 +365,7 @@ DType = Annotated[
 # pydantic's own strings and paths must be UTF-8.
 Name = Annotated[str, PlainValidator(_dataset_path)]
 Names = Annotated[
-    tuple[Name, ...], BeforeValidator(lambda it: (it,) if isinstance(it, str) else ordered(it))
+    tuple[Name, ...], BeforeValidator(lambda it: (it,) if isinstance(it, str) else _ordered(it))
 ]
 # TOML has no null: "" means none.
 NameOrEmpty = Annotated[Name | None, BeforeValidator(lambda it: None if it in ("", b"") else it)]
