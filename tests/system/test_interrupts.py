@@ -258,7 +258,9 @@ def test_a_batch_dropped_before_is_not_read_to_the_slot_that_another_has_by_now(
         reader.fetch_data()
         batches = [reader.get_next_batch().labels[0] for _ in range(3)]
     assert batches == [160, 168, 176]
-    assert calls[:5] == [0, 8, *batches]
+    # Two threads may begin the batches in any order; each is read once, and none of those dropped.
+    assert len(set(calls)) == len(calls)
+    assert {0, 8, *batches} <= set(calls) <= {0, 8, *range(160, 1000, 8)}
 
 
 @pytest.mark.slow
