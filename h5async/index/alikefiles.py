@@ -2,17 +2,19 @@
 
 HDF5's answers about a file depend only on the bytes that it reads. These are recorded once, for one
 file of a collection, as a pattern: a file with the same bytes in the same places has the same
-layouts. Only the following may differ, and is checked like HDF5's answers. All other files are left
-to HDF5, which also produces the errors.
+layouts. All other files are left to HDF5, which also produces the errors.
 
-- The end of the file, in a superblock of version 0.
-- A dataset's first extent and modification time, in a version 1 object header (without checksum).
-- The chunks in a version 1 B-tree that consists of one node, if none is missing.
+Where metadata have no checksums (a superblock of version 0, object headers of version 1), the
+pattern consists of structures, and the following may differ, and is checked like HDF5's answers:
+
+- The end of the file, and the addresses of structures: they are found as HDF5 finds them.
+- A dataset's first extent, modification time, and the address of its contiguous values.
+- The chunks in a version 1 B-tree of one or two levels, if none is missing.
+- The values of attributes, if none is asked for.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,10 +27,20 @@ from numpy.typing import NDArray
 from h5async.index.hdf5 import NotDirectError, Opened
 from h5async.index.layout import DatasetLayout, Indexed
 from h5async.index.storedtypes import DATASPACE, LAYOUT, MODIFIED, message_of
-from h5async.index.tables import ChunkTable, grid_of
+from h5async.index.tables import ChunkTable
+from h5async.index.visits import TREE_HEAD_NBYTES, ChunkTree
 from h5async.io.hdf5files import HDF5File
+from h5async.io.indexreferences import NONSENSE, Format, Place
 from h5async.io.metadatafile import MetadataFile
-from h5async.io.references import SIGNATURE
+from h5async.io.references import (
+    ATTRIBUTE,
+    IS_SHARED,
+    SIGNATURE,
+    Structure,
+    attribute_value,
+    header_messages,
+    old_structures,
+)
 from h5async.io.source import FileStamp, Source, open_regular, settled
 from h5async.io.stores import LocalSource, absolute_name, open_over
 from h5async.system.interruptions import suppressing
@@ -50,16 +62,13 @@ _FOUND = 32  # and a file that matches a pattern earns this
 _MOST_MISSES = 6  # consecutive files without a match, after which the patterns are dropped
 _MOST_PATTERNS = 4  # kept per key
 _MOST_NBYTES = 1 << 16  # of a pattern
-_GAP_NBYTES = 1 << 10  # between ranges that are read as one
+_GAP_NBYTES = 1 << 9  # between ranges that are read as one
 _MOST_OPEN = 256  # objects open in HDF5; if there are more, one of them may be written
 _ALL = h5py.h5f.OBJ_ALL
 
-_SUPERBLOCK_NBYTES = 48  # at least
-_SIZES_AT, _BASE_AT, _END_AT = 13, 24, 40  # in a superblock of version 0
+_END_AT = 40  # in a superblock of version 0: the end of the file
+_ASKED = (b"categories",)  # values of attributes that are always asked for
 _FLAGS_AT = 11  # from version 2 on: whether the file is open for writing
-_LEAF = b"TREE\x01\x00"  # start of a leaf node of chunks; the number of chunks follows
-_NODE_HEAD_NBYTES = 24
-_MOST_ENTRIES = 64  # of a node, in files with a superblock of version 0
 _UNLIMITED = (1 << 64) - 1
 
 
@@ -78,11 +87,11 @@ class Alike:
         self._credit: defaultdict[_Key, int] = defaultdict(lambda: begin)
         self._types = -1  # datatypes open at the last check, if no file was written; else -1
 
-    def layouts(self, name: str, key: _Key, read: _Read) -> _Layouts:
+    def layouts(self, name: str, key: _Key, read: _Read, *, asks_attributes: bool) -> _Layouts:
         """Return the layouts of a local file; none if HDF5 is needed to read them.
 
         `key` identifies the wanted layouts; `read` reads them from an open file, or returns none if
-        they depend on more than its bytes.
+        they depend on more than its bytes. `asks_attributes`: they depend on values of attributes.
         """
         patterns = self._patterns[key]
         self._credit[key] += 1
@@ -102,7 +111,7 @@ class Alike:
             elif may_note:
                 self._credit[key] -= _PRICE
                 self._misses[key] = 0
-                found, pattern = _noted(name, stamp, source, read)
+                found, pattern = _noted(name, stamp, source, read, asks_attributes)
                 if pattern is not None:
                     patterns[:] = [pattern, *patterns[: _MOST_PATTERNS - 1]]
             elif self._misses[key] >= _MOST_MISSES:
@@ -136,33 +145,62 @@ class Alike:
         return {}
 
 
+class _Run(NamedTuple):
+    """Bytes that are read at once: at `begin` in the recorded file.
+
+    In other files they begin `ahead` bytes before the address that lies `at` in the bytes of the
+    runs before; -1: they have the same place in all files.
+    """
+
+    begin: int
+    nbytes: int
+    at: int = -1
+    ahead: int = 0
+
+
 class _Pattern(NamedTuple):
     """The common metadata of files that are alike.
 
-    They have the bytes `data` at `places`, wherever `fixed` is 255. A file has at least `end`
-    bytes; `end_at` is where in `data` it declares its size, -1 if that is among the fixed bytes.
+    They have the bytes `data`, those of all `runs`, wherever `fixed` is 255. `leads` are addresses:
+    where they are in `data`, the number of the run that they lead to, and the byte of it. A file
+    has at least `end` bytes; `end_at` is where in `data` it declares its size, -1 if that is among
+    the fixed bytes.
     """
 
     datasets: Mapping[str, _Dataset]
-    places: tuple[Sequence[int], Sequence[int]]  # offsets and lengths
+    runs: Sequence[_Run]
     data: NDArray[np.uint8]
     fixed: NDArray[np.uint8]
+    leads: NDArray[np.int64]
     end: int
     end_at: int
     device: int
 
     def layouts_of(self, name: str, stamp: FileStamp, source: Source) -> _Layouts:
         """Return the layouts of a file; none if it does not match."""
+        data, begins = b"", list[int]()
         if stamp.nbytes < self.end or stamp.device != self.device:
             return {}
-        data = b"".join(source.get_ranges(*self.places))
-        if ((np.frombuffer(data, np.uint8) ^ self.data) & self.fixed).any():
+        for run in self.runs:
+            begin = run.begin if run.at < 0 else _number(data, run.at) - run.ahead
+            if not 0 <= begin <= stamp.nbytes - run.nbytes:
+                return {}
+            data += source.get_ranges([begin], [run.nbytes])[0]
+            begins.append(begin)
+        values, end = np.frombuffer(data, np.uint8), stamp.nbytes
+        if ((values ^ self.data) & self.fixed).any():
             return {}
-        if self.end_at >= 0 and not self.end <= _number(data, self.end_at) <= stamp.nbytes:
-            return {}
+        if self.end_at >= 0:
+            end = _number(data, self.end_at)
+            last = max(begin + run.nbytes for begin, run in zip(begins, self.runs, strict=True))
+            at, led, inside = self.leads.T
+            targets = values[at[:, None] + np.arange(8)].view("<i8")[:, 0]
+            is_same = (targets - inside == np.array(begins)[led]).all()
+            if not last <= end <= stamp.nbytes or not is_same:
+                return {}
         path, found = absolute_name(name), _Layouts()
         for field, dataset in self.datasets.items():
-            layout = dataset.layout_in(data, path, stamp)
+            layout = dataset.layout_in(data, path, stamp, source, end)
             if layout is None:
                 return {}
             found[field] = layout
@@ -172,21 +210,26 @@ class _Pattern(NamedTuple):
 class _Dataset(NamedTuple):
     """A dataset: its layout, and where in a pattern the facts lie that may differ; -1: nowhere.
 
-    These are its first extent; the maximum of that extent, if both are equal; the size of
-    contiguous values; and the node that lists its chunks.
+    These are its first extent; the maximum of that extent, if both are equal; the address and size
+    of contiguous values; and the root of the tree that lists its chunks.
     """
 
     layout: DatasetLayout
     rows_at: int = -1
     most_at: int = -1
+    offset_at: int = -1
     nbytes_at: int = -1
-    node: _Node | None = None
+    root_at: int = -1
+    tree: ChunkTree | None = None
 
-    def layout_in(self, data: bytes, path: str, stamp: FileStamp) -> DatasetLayout | None:
-        """Return its layout in another file; None if HDF5 or our own checks would reject it."""
+    def layout_in(
+        self, data: bytes, path: str, stamp: FileStamp, source: Source, end: int
+    ) -> DatasetLayout | None:
+        """Return its layout in another file, which ends at `end`; None if HDF5 or we reject it."""
         layout, known = self.layout, self.layout.indexed
         assert known is not None
         shape, rest, nbytes = known.shape, layout.shape[len(known.shape) :], layout.stored_nbytes
+        offset = layout.offset if self.offset_at < 0 else _number(data, self.offset_at)
         chunks = layout.chunks
         if self.rows_at >= 0:
             shape = _number(data, self.rows_at), *shape[1:]
@@ -196,14 +239,15 @@ class _Dataset(NamedTuple):
             nbytes = math.prod(shape) * layout.stored_itemsize
             if _number(data, self.nbytes_at) != nbytes or not nbytes:
                 return None
-        if self.node is not None:
-            if self.most_at >= 0 and shape[0] < self.node.extents[0]:
+        if self.tree is not None:
+            if self.most_at >= 0 and shape[0] < self.tree.extents[0]:
                 return None
-            chunks = self.node.chunks(shape, data, stamp.nbytes)
+            root = data[self.root_at : self.root_at + self.tree.size]
+            chunks = self.tree.chunks(shape, root, end, source)
             if chunks is None:
                 return None
             nbytes, chunks = int(chunks.nbytes.sum()), chunks.shortened()
-        elif layout.offset + nbytes > stamp.nbytes:
+        elif offset + nbytes > end:
             return None
         return layout.changed(
             file=path,
@@ -211,54 +255,9 @@ class _Dataset(NamedTuple):
             shape=(*shape, *rest),
             stored_nbytes=nbytes,
             indexed=Indexed(known.digest, shape),
+            offset=offset,
             chunks=chunks,
         )
-
-
-class _Node(NamedTuple):
-    """Where a pattern lists the chunks of a dataset: `at` is the first entry.
-
-    `extents` are those of a chunk; `nbytes` is its stored size, 0 for any.
-    """
-
-    at: int
-    extents: tuple[int, ...]
-    itemsize: int
-    nbytes: int
-    entry: np.dtype[Any]
-
-    def chunks(self, shape: tuple[int, ...], data: bytes, end: int) -> ChunkTable | None:
-        """Return the chunks of a dataset of this shape; None if our checks would reject them."""
-        grid = grid_of(shape, self.extents)
-        count, begin = math.prod(grid), self.at - _NODE_HEAD_NBYTES
-        if not 0 < count <= _MOST_ENTRIES:
-            return None
-        if not data.startswith(_LEAF + count.to_bytes(2, "little"), begin):
-            return None
-        entries = np.frombuffer(data, self.entry, count, self.at)
-        if entries["corner"].tobytes() != _corners(grid, self.extents):
-            return None
-        # After the entries comes a corner beyond that of the last chunk.
-        behind = np.frombuffer(data, "<u8", len(shape) + 1, self.at + entries.nbytes + 8)
-        ahead, steps = (behind - entries["corner"][-1]).tolist(), (*self.extents, self.itemsize)
-        if not ahead[-1] or any(n not in (0, step) for n, step in zip(ahead, steps, strict=True)):
-            return None
-        offset, nbytes = entries["offset"].astype(np.int64), entries["nbytes"].astype(np.int64)
-        if offset.max() > end or not (nbytes == self.nbytes if self.nbytes else nbytes).all():
-            return None
-        order = offset.argsort()
-        ends = offset + nbytes
-        is_apart = (offset[order[1:]] >= ends[order[:-1]]).all()
-        if not is_apart or offset[order[0]] < _SUPERBLOCK_NBYTES or ends[order[-1]] > end:
-            return None
-        return ChunkTable(None, offset, nbytes, entries["mask"].astype(np.uint32))
-
-
-@functools.lru_cache(maxsize=64)
-def _corners(grid: tuple[int, ...], extents: tuple[int, ...]) -> bytes:
-    """Return the corners of a grid of chunks as a node lists them, each with an element offset."""
-    corners = np.indices((*grid, 1), "<u8").reshape(len(grid) + 1, -1).T
-    return bytes((corners * np.array([*extents, 1], "<u8")).astype("<u8"))
 
 
 def _number(data: bytes, at: int) -> int:
@@ -281,7 +280,7 @@ class _Noting(MetadataFile):
 
 
 def _noted(
-    name: str, stamp: FileStamp, source: Source, read: _Read
+    name: str, stamp: FileStamp, source: Source, read: _Read, asks_attributes: bool
 ) -> tuple[_Layouts, _Pattern | None]:
     """Return the layouts of a file, and its pattern; None if no other file could match that."""
     noting = _Noting(source)
@@ -290,11 +289,8 @@ def _noted(
         ranges = tuple(noting.ranges)  # without those that `_Maker` reads
         if not layouts or not all(_is_plain(one, name) for one in layouts.values()):
             return layouts, None
-        runs = _runs(ranges)
-        if sum(end - begin for begin, end in runs) > _MOST_NBYTES:
-            return layouts, None
         with suppressing(ValueError, NotDirectError):
-            return layouts, _Maker(file, runs, ranges).pattern(layouts, stamp)
+            return layouts, _Maker(file, ranges, asks_attributes).pattern(layouts, stamp)
         return layouts, None
 
 
@@ -318,44 +314,118 @@ def _is_plain(layout: DatasetLayout, name: str) -> bool:
 
 
 class _Maker:
-    """Makes the pattern of an open file; HDF5 has read `ranges` of it, which `runs` cover."""
+    """Makes the pattern of an open file, of which HDF5 has read `ranges`."""
 
-    def __init__(self, file: HDF5File, runs: Sequence[_Range], ranges: Sequence[_Range]) -> None:
-        self._file, self._runs = file, runs
-        self._places = [begin for begin, _ in runs], [end - begin for begin, end in runs]
-        self._data = b"".join(file.source.get_ranges(*self._places))
-        self._read = np.zeros(len(self._data), np.uint8)
+    def __init__(self, file: HDF5File, ranges: Sequence[_Range], asks_attributes: bool) -> None:
+        self._file, self._asks_attributes = file, asks_attributes
+        self._structures = self._find_structures(ranges)
+        if self._structures:
+            ranges = [(one.offset, one.offset + one.nbytes) for one in self._structures]
+        self._runs = [_Run(begin, end - begin) for begin, end in _runs(ranges)]
+        if sum(run.nbytes for run in self._runs) > _MOST_NBYTES:
+            raise ValueError("HDF5 has read much")
+        self._starts = {one.offset for one in self._structures}
+        self._leads = [
+            (*found, one.kind == "links") for one in self._structures for found in one.addresses
+        ]
+        if self._structures:
+            self._runs = self._in_order_found()
+        places = [run.begin for run in self._runs], [run.nbytes for run in self._runs]
+        self._data = b"".join(file.source.get_ranges(*places))
+        self._fixed = np.zeros(len(self._data), np.uint8)
         for begin, end in ranges:
             at = self._at(begin, end - begin)
-            self._read[at : at + end - begin] = 255
-        self._fixed = self._read.copy()
+            self._fixed[at : at + end - begin] = 255
 
     def pattern(self, layouts: _Layouts, stamp: FileStamp) -> _Pattern | None:
         """Return the pattern; None for a kind of file that is not supported."""
-        data, end, end_at = self._data, stamp.nbytes, -1
-        if self._runs[0][0] or not data.startswith(SIGNATURE):
+        data, fixed, end, end_at = self._data, self._fixed, stamp.nbytes, -1
+        if self._runs[0].begin or not data.startswith(SIGNATURE):
             return None
-        version = data[len(SIGNATURE)]
-        if version > 1 and data[_FLAGS_AT]:
+        if data[len(SIGNATURE)] > 1 and data[_FLAGS_AT]:
             return None
-        if version == 0 and data[_SIZES_AT : _SIZES_AT + 2] == b"\x08\x08":
-            if not _number(data, _BASE_AT):
-                end_at, end = _END_AT, self._runs[-1][1]
-        if end_at < 0:
-            datasets = {name: _Dataset(layout) for name, layout in layouts.items()}
-        else:
+        pointers: list[tuple[int, int, int]] = []
+        if self._structures:
             datasets = {name: self._dataset(layout) for name, layout in layouts.items()}
-            self._vary(end_at, 8)
+            end, end_at = 0, self._vary(_END_AT, 8)
+            for place, target, is_loose in self._leads:
+                if target in self._starts:
+                    led = self._run_at(target)
+                    pointers.append((self._vary(place, 8), led, target - self._runs[led].begin))
+                elif is_loose:
+                    self._vary(place, 8)
+            self._vary_attributes()
+        else:
+            datasets = {name: _Dataset(layout) for name, layout in layouts.items()}
         values = np.frombuffer(data, np.uint8)
-        return _Pattern(datasets, self._places, values, self._fixed, end, end_at, stamp.device)
+        leads = np.array(pointers, np.int64).reshape(-1, 3)
+        return _Pattern(datasets, self._runs, values, fixed, leads, end, end_at, stamp.device)
+
+    def _find_structures(self, ranges: Sequence[_Range]) -> list[Structure]:
+        """Return the structures that HDF5 has read; none if it has read others, too."""
+        begins = {begin for begin, _ in ranges}
+
+        def is_read(place: Place, is_header: bool) -> bool:
+            """Return whether HDF5 needs a structure: it reads more than the header it wants."""
+            if is_header:
+                return place.offset in begins
+            first, last = place.offset, place.offset + place.nbytes
+            return any(begin < last and first < end for begin, end in ranges)
+
+        with suppressing(*NONSENSE):
+            found = list(old_structures(self._file.source.read, is_read))
+            superblock = range(found[0].nbytes)  # which HDF5 reads in parts
+            known = {*superblock, *(one.offset for one in found)}
+            return [one for one in found if one.kind != "chunks"] if begins <= known else []
+        return []
+
+    def _in_order_found(self) -> list[_Run]:
+        """Return the runs, each after one with an address that leads to it, by which it is found.
+
+        ValueError if there is no such order.
+        """
+        numbers, order, found = [0], [self._runs[0]], True
+        while found and len(order) < len(self._runs):
+            found = False
+            for place, target, _ in self._leads:
+                if target not in self._starts:
+                    continue
+                by, led = self._run_at(place), self._run_at(target)
+                if by in numbers and led not in numbers:
+                    run, of = self._runs[led], numbers.index(by)
+                    before = sum(one.nbytes for one in order[:of])
+                    at, found = before + place - order[of].begin, True
+                    order.append(run._replace(at=at, ahead=target - run.begin))
+                    numbers.append(led)
+        if not found:
+            raise ValueError("no address leads to metadata that HDF5 has read")
+        return order
+
+    def _run_at(self, place: int) -> int:
+        """Return the number of the run in which a place in the file lies."""
+        for number, run in enumerate(self._runs):
+            if run.begin <= place < run.begin + run.nbytes:
+                return number
+        raise ValueError("HDF5 has not read it")
+
+    def _vary_attributes(self) -> None:
+        """Allow values of attributes to differ, if none is asked for."""
+        read = self._file.source.read
+        headers = [one.offset for one in self._structures if one.kind == "header"]
+        for header in headers if not self._asks_attributes else ():
+            for place, kind, flags, body in header_messages(read, header, Format()):
+                with suppressing(*NONSENSE):
+                    name, begin = attribute_value(body) if kind == ATTRIBUTE else (b"", 0)
+                    if name not in (b"", *_ASKED) and not flags & IS_SHARED:
+                        self._vary(place + begin, len(body) - begin)
 
     def _at(self, begin: int, nbytes: int) -> int:
         """Return the offset of a range of the file in the pattern; ValueError if not in it."""
         before = 0
-        for first, last in self._runs:
-            if first <= begin and begin + nbytes <= last:
-                return before + begin - first
-            before += last - first
+        for run in self._runs:
+            if run.begin <= begin and begin + nbytes <= run.begin + run.nbytes:
+                return before + begin - run.begin
+            before += run.nbytes
         raise ValueError("HDF5 has not read it")
 
     def _vary(self, begin: int, nbytes: int) -> int:
@@ -368,7 +438,7 @@ class _Maker:
         """Allow parts of a dataset's metadata to differ; ValueError if stored unusually."""
         dataset = Opened(h5py.h5o.open(self._file.id, layout.path.encode()), self._file.source)
         place, stored = message_of(dataset, LAYOUT)
-        node = None
+        tree = None
         if layout.chunks is None:
             expected = layout.offset, math.prod(dataset.extents) * layout.stored_itemsize
             if stored[:2] != b"\3\1" or (_number(stored, 2), _number(stored, 10)) != expected:
@@ -376,18 +446,18 @@ class _Maker:
         elif not layout.chunks.offset.size:
             return _Dataset(layout)
         else:
-            node = self._node(layout, dataset, stored)
+            tree = self._tree(layout, dataset, stored)
         rows_at, most_at = self._rows(dataset)
-        nbytes_at = self._vary(place + 10, 8) if rows_at >= 0 and node is None else -1
-        return _Dataset(layout, rows_at, most_at, nbytes_at, node)
+        if tree is not None:
+            root_at = self._at(_number(stored, 3), tree.size)
+            return _Dataset(layout, rows_at, most_at, root_at=root_at, tree=tree)
+        nbytes_at = self._vary(place + 10, 8) if rows_at >= 0 else -1
+        return _Dataset(layout, rows_at, most_at, self._vary(place + 2, 8), nbytes_at)
 
     def _rows(self, dataset: Opened) -> tuple[int, int]:
         """Allow a dataset's first extent and its maximum to differ; return where; -1: fixed."""
-        header = self._at(int(h5py.h5o.get_info(dataset.id).addr), 1)
         place, space = message_of(dataset, DATASPACE)
         rank, has_most = len(dataset.extents), space[2]
-        if self._data[header] != 1:
-            return -1, -1
         with suppressing(NotDirectError):  # there is no modification time
             self._vary(message_of(dataset, MODIFIED)[0] + 4, 4)
         is_usual = space[:2] == bytes([1, rank]) and has_most < 2
@@ -400,30 +470,23 @@ class _Maker:
         most_at = self._vary(place + 8 + 8 * rank, 8) if is_same else -1
         return self._vary(place + 8, 8), most_at
 
-    def _node(self, layout: DatasetLayout, dataset: Opened, stored: bytes) -> _Node:
-        """Allow the chunks of a dataset to differ; return where they are listed."""
-        rank, known = len(dataset.chunks), layout.chunks
-        if stored[:3] != bytes([3, 2, rank + 1]) or known is None or known.index is not None:
+    def _tree(self, layout: DatasetLayout, dataset: Opened, stored: bytes) -> ChunkTree:
+        """Allow the chunks of a dataset to differ; return how they are listed."""
+        rank, known, place = len(dataset.chunks), layout.chunks, _number(stored, 3)
+        is_known = stored[:3] == bytes([3, 2, rank + 1]) and place in self._starts
+        if not is_known or known is None or known.index is not None:
             raise ValueError("its chunks are listed in another way")
-        entry = np.dtype(
-            {
-                "names": ["nbytes", "mask", "corner", "offset"],
-                "formats": ["<u4", "<u4", ("<u8", (rank + 1,)), "<i8"],
-                "offsets": [0, 4, 8, 16 + 8 * rank],
-                "itemsize": 24 + 8 * rank,
-            }
-        )
-        whole = _NODE_HEAD_NBYTES + (_MOST_ENTRIES + 1) * entry.itemsize - 8
-        place = _number(stored, 3)
-        at, itemsize = self._at(place, whole), layout.stored_itemsize
-        nbytes = 0 if layout.filters else math.prod(dataset.chunks) * itemsize
-        node = _Node(at + _NODE_HEAD_NBYTES, dataset.chunks, itemsize, nbytes, entry)
-        found = node.chunks(dataset.extents, self._data, dataset.end)
-        if found is None or not self._read[at : at + whole].all() or not _are_equal(found, known):
-            raise ValueError("its chunks are not listed by one node")
-        self._vary(place + len(_LEAF), 2)
-        self._vary(place + _NODE_HEAD_NBYTES, whole - _NODE_HEAD_NBYTES)
-        return node
+        nbytes = 0 if layout.filters else math.prod(dataset.chunks) * layout.stored_itemsize
+        level = self._data[self._at(place, TREE_HEAD_NBYTES) + 5]
+        tree = ChunkTree(level, dataset.chunks, layout.stored_itemsize, nbytes)
+        source = self._file.source
+        root = source.read(place, tree.size)
+        found = tree.chunks(dataset.extents, root, dataset.end, source) if level < 2 else None
+        if found is None or not _are_equal(found, known):
+            raise ValueError("its chunks are listed in another way")
+        self._vary(place + 6, 2)  # the number of entries
+        self._vary(place + TREE_HEAD_NBYTES, tree.size - TREE_HEAD_NBYTES)
+        return tree
 
 
 def _are_equal(one: ChunkTable, other: ChunkTable) -> bool:

@@ -108,7 +108,9 @@ def read_layouts(
 
     if reach.alike is not None and grouping is None and store_of(path).is_local:
         key = tuple((n, field.path, field.num_dim, wanted[n]) for n, field in fields.items())
-        known = reach.alike.layouts(str(path), key, read_alone)
+        asks = any(one.dim_names or one.cf for one in wanted.values())
+        asks = asks or not all(isinstance(field.num_dim, int) for field in fields.values())
+        known = reach.alike.layouts(str(path), key, read_alone, asks_attributes=asks)
         for layout in known.values():
             reach.consulted.found(layout.file, layout.stamp)
         if known:

@@ -1,5 +1,7 @@
 """Visits the chunks of a dataset, as HDF5 lists them: by the compiled core, or in Python.
 
+`ChunkTree` reads the usual B-tree itself, for files that are like others (`alikefiles.py`).
+
 Takes a dataset and the grid of its chunks; returns columns of a table, as HDF5 reported them.
 
 HDF5 misreports the coordinates of chunks in an extensible array, which it uses if exactly one
@@ -36,7 +38,8 @@ from h5async.index.hdf5 import (
     function_address,
     stored_nbytes,
 )
-from h5async.index.tables import Int64s, grid_of
+from h5async.index.tables import ChunkTable, Int64s, grid_of
+from h5async.io.source import Source
 from h5async.system.interruptions import suppressing
 
 _FIRST_CAPACITY = 1 << 24  # chunks: pages of memory that are not touched cost nothing
@@ -50,6 +53,11 @@ _STRUCT_FUNCTIONS = ("save_thread", "restore_thread", "check_signals")
 MISREPORTED = "only dimension {} is unlimited: HDF5 misreports chunks"
 _MOST_POSITIONS = 1 << 40  # an array has at most 2 ** 32 (H5D_EARRAY_MAX_NELMTS_BITS)
 
+
+_CHUNKS = b"TREE\x01"  # start of a node of chunks; its level and the number of entries follow
+TREE_HEAD_NBYTES = 24
+_MOST_ENTRIES = 64  # of a node, in files with a superblock of version 0
+_LEAST_OFFSET = 48  # of anything in a file: that of the superblock's end
 
 NOT_LOOKED_UP = -2
 
@@ -305,3 +313,99 @@ def _reports_positions(shape: tuple[int, ...], maxshape: tuple[int | None, ...])
     numbers, is_outside = positions.numbers(reported.number, grid)
     stored = [int(np.frombuffer(image, "i4", 1, offset)[0]) for offset in reported.offset]
     return not is_outside and not reported.is_outside and numbers.tolist() == stored
+
+
+# --- B-trees without HDF5 -------------------------------------------------------------------------
+
+
+class ChunkTree(NamedTuple):
+    """A B-tree of version 1 that lists chunks: of one or two levels, and without a missing chunk.
+
+    `level` is that of the root; `extents` are those of a chunk; `nbytes` is the stored size of a
+    chunk, 0 for any; `itemsize` is that of an element. Source: the HDF5 File Format Specification,
+    version 3.0, III.A.1.
+    """
+
+    level: int
+    extents: tuple[int, ...]
+    itemsize: int
+    nbytes: int
+
+    @property
+    def size(self) -> int:
+        """The bytes of a node: there is a key before each entry, and one behind the last."""
+        return TREE_HEAD_NBYTES + (_MOST_ENTRIES + 1) * _entry(len(self.extents)).itemsize - 8
+
+    def chunks(
+        self, shape: tuple[int, ...], root: bytes, end: int, source: Source
+    ) -> ChunkTable | None:
+        """Return the chunks of a dataset of this shape in a file that ends at `end`, by its root.
+
+        None if HDF5, or our own checks, would reject them; ValueError if there is no B-tree.
+        """
+        grid = grid_of(shape, self.extents)
+        count = math.prod(grid)
+        if not 0 < count <= _MOST_ENTRIES ** (self.level + 1):
+            return None
+        entries = self._entries(root, self.level)
+        last = self._key(root, len(entries))
+        if self.level:
+            places = entries["offset"].tolist()
+            if not all(_LEAST_OFFSET <= place <= end - self.size for place in places):
+                return None
+            leaves = [bytes(leaf) for leaf in source.get_ranges(places, [self.size] * len(places))]
+            below = [self._entries(leaf, 0) for leaf in leaves]
+            for number, (leaf, found) in enumerate(zip(leaves, below, strict=True)):
+                if self._key(leaf, 0) != self._key(root, number):
+                    return None
+                if self._key(leaf, len(found)) != self._key(root, number + 1):
+                    return None
+            entries = np.concatenate(below)
+        if entries.size != count or entries["corner"].tobytes() != _corners(grid, self.extents):
+            return None
+        # After the entries comes a corner beyond that of the last chunk.
+        ahead = np.frombuffer(last, "<u8", len(shape) + 1, 8) - entries["corner"][-1]
+        steps = *self.extents, self.itemsize
+        if not ahead[-1] or any(n not in (0, step) for n, step in zip(ahead, steps, strict=True)):
+            return None
+        offset, nbytes = entries["offset"].astype(np.int64), entries["nbytes"].astype(np.int64)
+        if offset.max() > end or not (nbytes == self.nbytes if self.nbytes else nbytes).all():
+            return None
+        order = offset.argsort()
+        ends = offset + nbytes
+        is_apart = (offset[order[1:]] >= ends[order[:-1]]).all()
+        if not is_apart or offset[order[0]] < _LEAST_OFFSET or ends[order[-1]] > end:
+            return None
+        return ChunkTable(None, offset, nbytes, entries["mask"].astype(np.uint32))
+
+    def _entries(self, node: bytes, level: int) -> NDArray[Any]:
+        """Return the entries of a node; ValueError if it is not one."""
+        count = int.from_bytes(node[6:8], "little")
+        if bytes(node[:6]) != _CHUNKS + bytes([level]) or not 0 < count <= _MOST_ENTRIES:
+            raise ValueError("not a node of chunks")
+        return np.frombuffer(node, _entry(len(self.extents)), count, TREE_HEAD_NBYTES)
+
+    def _key(self, node: bytes, number: int) -> bytes:
+        """Return the key before an entry; behind the last one there is a key, too."""
+        begin = TREE_HEAD_NBYTES + number * _entry(len(self.extents)).itemsize
+        return bytes(node[begin : begin + _entry(len(self.extents)).itemsize - 8])
+
+
+@functools.lru_cache(maxsize=64)
+def _entry(rank: int) -> np.dtype[Any]:
+    """Return the type of an entry of a node: the size, the mask and corner are its key."""
+    return np.dtype(
+        {
+            "names": ["nbytes", "mask", "corner", "offset"],
+            "formats": ["<u4", "<u4", ("<u8", (rank + 1,)), "<i8"],
+            "offsets": [0, 4, 8, 16 + 8 * rank],
+            "itemsize": 24 + 8 * rank,
+        }
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _corners(grid: tuple[int, ...], extents: tuple[int, ...]) -> bytes:
+    """Return the corners of a grid of chunks as a node lists them, each with an element offset."""
+    corners = np.indices((*grid, 1), "<u8").reshape(len(grid) + 1, -1).T
+    return bytes((corners * np.array([*extents, 1], "<u8")).astype("<u8"))

@@ -54,10 +54,16 @@ class Place(NamedTuple):
 
 
 class Cursor:
-    """Reads the bytes of a place, one number after the other; IndexError at the end."""
+    """Reads the bytes of a place, one number after the other; IndexError at the end.
 
-    def __init__(self, data: bytes, form: Format, place: Place) -> None:
+    They lie at `begin` in the file, by default at the place; `address_at` is where the last address
+    lies.
+    """
+
+    def __init__(self, data: bytes, form: Format, place: Place, begin: int = -1) -> None:
         self.data, self.form, self.place, self.at = data, form, place, 0
+        self.begin = place.offset if begin < 0 else begin
+        self.address_at = -1
 
     @property
     def rest(self) -> int:
@@ -82,6 +88,7 @@ class Cursor:
 
     def address(self) -> int:
         """Return the next address, relative to the beginning of the file; -1 if undefined."""
+        self.address_at = self.begin + self.at
         found = self.take(self.form.offset_nbytes)
         is_undefined = found.count(0xFF) == len(found)
         return -1 if is_undefined else self.form.base + int.from_bytes(found, "little")

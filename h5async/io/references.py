@@ -8,8 +8,9 @@ everything itself. So bytes that make no sense yield no guess, and never an erro
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Literal, NamedTuple
 
 from h5async.io.indexreferences import (
     NONSENSE,
@@ -32,9 +33,15 @@ _HEADER_NBYTES = 2048  # of an object header whose size is not known yet
 _MOST_HEADER_NBYTES = 1 << 20
 _MOST_HEAP_NBYTES = 1 << 24
 _CONTINUATION = 0x10
+ATTRIBUTE = 0x0C
 IS_SHARED = 2  # a flag of a message that is stored elsewhere
 _LEAST_HEADER_NBYTES, _MOST_BLOCKS = 64, 64
 _HEAD_V1_NBYTES = 8  # of a message; 4 or 6 in version 2
+_OLD_SUPERBLOCK_NBYTES, _ROOT_AT = 96, 56  # where in it the entry of the root group is
+_SYMBOLS, _CHUNKS = b"SNOD\x01\0", b"TREE\x01"
+_ENTRY = struct.Struct("<QQIIQQ")  # of a symbol table: name, header, kind of what follows it
+_ATTRIBUTE = struct.Struct("<BBHHH")  # version, flags; sizes of the name, the type, the dataspace
+_WITH_CHECKSUM = (b"OHDR", b"FRHP", b"BTHD", b"FAHD", b"EAHD")
 _HEAD_V1, _HEAD_V2 = struct.Struct("<HHB"), struct.Struct("<BHB")  # type, size, flags
 
 
@@ -127,14 +134,18 @@ def _named(found: Cursor, nbytes: int, head_nbytes: int, owner: int) -> Iterator
     for kind, flags, body in _messages(found, nbytes, head_nbytes):
         if kind != _CONTINUATION and kind not in _MESSAGES:
             continue
-        message = Cursor(body, found.form, Place(owner, len(body)))
+        begin = found.begin + found.at - len(body)
+        message = Cursor(body, found.form, Place(owner, len(body)), begin)
         try:
             if kind == _CONTINUATION:
                 offset, length = message.address(), min(message.length(), _MOST_HEADER_NBYTES)
                 find = partial(_continuation, head_nbytes=head_nbytes, owner=owner)
+                found.address_at = message.address_at
                 yield Place(offset, length, find)
             elif not flags & IS_SHARED:
-                yield from _MESSAGES[kind](message)
+                for place in _MESSAGES[kind](message):
+                    found.address_at = message.address_at
+                    yield place
         except NONSENSE:
             continue
 
@@ -163,6 +174,86 @@ def header_messages(
             is_first = head_nbytes == _HEAD_V1_NBYTES
             # In version 2, a block has a signature before its messages, and a checksum after them.
             blocks.append((offset, length) if is_first else (offset + 4, length - 8))
+
+
+class Structure(NamedTuple):
+    """A structure in a file: where it lies, and which addresses lie where in it.
+
+    Special kinds are the header of an object; the links to objects, which HDF5 may not have
+    followed; and nodes below the root of a chunk index.
+    """
+
+    offset: int
+    nbytes: int
+    addresses: Sequence[tuple[int, int]] = ()  # offsets in the file, and the addresses
+    kind: Literal["", "header", "links", "chunks"] = ""
+
+
+def old_structures(
+    read: Callable[[int, int], bytes], is_read: Callable[[Place, bool], bool]
+) -> Iterator[Structure]:
+    """Yield the structures of a file whose superblock has version 0, with numbers of 8 bytes.
+
+    `read` is given an offset in the file and a number of bytes; `is_read`, a place, and whether an
+    object header begins there: other structures are left out, with those they refer to. Raises one
+    of `NONSENSE` at a structure that is not as expected, or has a checksum.
+    """
+    beginning = read(0, _OLD_SUPERBLOCK_NBYTES)
+    form, root = read_superblock(beginning, 0)
+    if beginning[len(SIGNATURE)] or form[:3] != (0, 8, 8):
+        raise ValueError("a superblock of another kind")
+    addresses = [(_ROOT_AT + 8, root.offset), *_cached(beginning, _ROOT_AT, 0)]
+    yield Structure(0, _OLD_SUPERBLOCK_NBYTES, addresses)
+    todo, seen = [(root, False)], set[int]()
+    while todo:
+        place, is_below = todo.pop()
+        is_header = place.find is object_header
+        if place.offset in seen or not is_read(place, is_header):
+            continue
+        seen.add(place.offset)
+        nbytes = place.nbytes
+        if is_header:
+            head = Cursor(read(place.offset, _LEAST_HEADER_NBYTES), form, place)
+            size, _ = _beginning(head)
+            nbytes = head.at + size
+        data, addresses = read(place.offset, nbytes), []
+        if len(data) != nbytes or data[:4] in _WITH_CHECKSUM:
+            raise ValueError("a structure of another kind")
+        of_chunks = data.startswith(_CHUNKS)
+        if place.find is not None:
+            found = Cursor(data, form, place)
+            for one in place.find(found):
+                if one.offset >= 0:
+                    addresses.append((found.address_at, one.offset))
+                    todo.append((one, of_chunks))
+        if data.startswith(_SYMBOLS):
+            for number in range(int.from_bytes(data[6:8], "little")):
+                addresses += _cached(data, 8 + number * _ENTRY.size, place.offset)
+            yield Structure(place.offset, nbytes, addresses, "links")
+        elif of_chunks:
+            yield Structure(place.offset, nbytes, kind="chunks" if is_below else "")
+        else:
+            yield Structure(place.offset, nbytes, addresses, "header" if is_header else "")
+
+
+def _cached(data: bytes, at: int, begin: int) -> Iterator[tuple[int, int]]:
+    """Yield the addresses that a symbol table entry has from the header of a group."""
+    *_, kind, _, tree, heap = _ENTRY.unpack_from(data, at)
+    if kind == 1:
+        yield from ((begin + at + 24, tree), (begin + at + 32, heap))
+
+
+def attribute_value(body: bytes) -> tuple[bytes, int]:
+    """Return the name of an attribute, and where in its message its value begins.
+
+    Raises one of `NONSENSE` if the message is of an unknown version, or refers to a shared one.
+    """
+    version, flags, *sizes = _ATTRIBUTE.unpack_from(body)
+    if version not in (1, 2, 3) or (version > 1 and flags):
+        raise ValueError("an attribute of an unknown form")
+    at = _ATTRIBUTE.size + (version == 3)
+    name = body[at : at + sizes[0]].rstrip(b"\0")
+    return name, at + sum(-(-n // 8) * 8 if version == 1 else n for n in sizes)
 
 
 def _layout(found: Cursor) -> Iterator[Place]:
@@ -209,7 +300,7 @@ def _symbol_table(found: Cursor) -> Iterator[Place]:
 
 
 def _symbols(found: Cursor, group: int) -> Iterator[Place]:
-    found.expect(b"SNOD\x01\0")
+    found.expect(_SYMBOLS)
     for _ in range(found.number(2)):
         found.take(found.form.offset_nbytes)
         yield Place(found.address(), _HEADER_NBYTES, object_header, group)

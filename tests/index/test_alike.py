@@ -17,9 +17,11 @@ from h5async.errors import H5AsyncError
 from h5async.index import alikefiles, metadata
 from h5async.index.alikefiles import Alike
 from h5async.index.datasets import Indexer
+from h5async.index.hdf5 import OtherKindError
 from h5async.index.links import Reach
 from h5async.index.metadata import read_layouts
 from h5async.index.tables import ChunkTable
+from h5async.io.references import old_structures
 
 
 def undefined_fill(file: h5py.File, name: str, *, write: bool) -> None:
@@ -146,7 +148,8 @@ STORAGES = {  # and whether they may have other rows
     "array": ({"dtype": np.dtype(("i2", (2,)))}, True),
     "gzip": (GZIP, True),
     "shuffle": (GZIP | {"shuffle": True, "fletcher32": True, "dtype": "i8"}, True),
-    "chunks": ({"chunks": (7, 2)}, False),
+    "chunks": ({"chunks": (7, 2)}, True),
+    "many chunks": (GZIP | {"chunks": (1, 2)}, True),  # in a B-tree of two levels
     "resizable": (GZIP | {"maxshape": (None, 6)}, True),
     "room": (GZIP | {"maxshape": (99, 6)}, False),
     "filled": ({"fillvalue": 3}, True),
@@ -162,7 +165,10 @@ def write_alike(path, rows=40, seed=0, libver=None, **storage):
         noise = rng.integers(0, 99, (rows, 6, *made.dtype.shape))
         noise[rows // 2 :] *= seed % 2  # which compress less, or more
         made[...] = noise
-        file.create_dataset("of/labels", data=rng.integers(0, 9, rows))
+        file.attrs["episode"] = seed
+        file.create_dataset("of/others", data=rng.integers(0, 9, 7 * rows))
+        labels = file.create_dataset("of/labels", data=rng.integers(0, 9, rows))
+        labels.attrs["names"] = f"of {seed}"
     return path
 
 
@@ -198,7 +204,7 @@ def require_same(found, path, fields=FIELDS):
 def test_files_like_others_are_read_without_hdf5(kind, tmp_path, without_hdf5):
     storage, may_grow = STORAGES[kind]
     alike = Reach(alike=Alike())
-    for n, rows in enumerate((40, 40, 40, 47, 20, 12) if may_grow else (40, 40, 40)):
+    for n, rows in enumerate((40, 40, 40, 47, 300, 25, 22) if may_grow else (40, 40, 40)):
         path = write_alike(tmp_path / f"{n}.h5", rows, n, **storage)
         if n < 2:
             require_same(read_layouts(path, FIELDS, alike), path)
@@ -313,7 +319,91 @@ def test_few_files_are_noted_unless_others_are_like_them(tmp_path, monkeypatch):
         noted.clear()
 
 
-@pytest.fixture(scope="module", params=["contiguous", "gzip", "chunks", "resizable"])
+@pytest.mark.parametrize("asked", [{}, {"num_dim": "time"}, {"decode_cf": True}])
+def test_values_of_attributes_may_differ_if_none_is_asked_for(asked, tmp_path, without_hdf5):
+    alike, fields = Reach(alike=Alike()), {"data": Field("data", **asked)}
+    for n in range(4):
+        path = write_alike(tmp_path / f"{n}.h5", 40, n)
+        with h5py.File(path, "r+") as file:
+            file["data"].attrs["scale_factor"] = 2.0 + n
+            file["data"].dims[n % 2].label = "time"
+            file["data"].dims[1 - n % 2].label = "size"
+        is_known = n > 1 and not asked
+        found = without_hdf5(path, alike, fields) if is_known else read_layouts(path, fields, alike)
+        require_same(found, path, fields)
+
+
+@pytest.mark.parametrize("are_codes", [False, True])
+def test_codes_of_categories_are_told_from_other_integers(are_codes, tmp_path):
+    alike = Reach(alike=Alike())
+    for n in range(4):
+        path = tmp_path / f"{n}.h5"
+        with h5py.File(path, "w") as file:
+            file["data"] = np.arange(9)
+            names = file.create_dataset("names", data=[1, 2])
+            # A null reference leads to no categories.
+            is_set = are_codes == (n > 1)
+            file["data"].attrs["categories"] = names.ref if is_set else h5py.Reference()
+        if is_set:
+            with pytest.raises(OtherKindError, match="codes of categories"):
+                read_layouts(path, {"data": Field("data")}, alike)
+        else:
+            found = read_layouts(path, {"data": Field("data")}, alike)
+            require_same(found, path, {"data": Field("data")})
+
+
+def test_chunks_that_were_never_written_are_told_from_written_ones(tmp_path):
+    alike, fields = Reach(alike=Alike()), {"data": Field("data")}
+    for n in range(6):
+        path = tmp_path / f"{n}.h5"
+        with h5py.File(path, "w") as file:
+            data = file.create_dataset("data", (40, 6), "f4", **GZIP)
+            if n > 2:
+                data[...] = n
+        require_same(read_layouts(path, fields, alike), path, fields)
+
+
+def test_each_structure_is_found_by_the_address_that_leads_to_it(tmp_path, without_hdf5):
+    """In the order of addresses, or another; between values that are smaller, or larger."""
+    alike = Reach(alike=Alike())
+    for n, count in enumerate((0, 3, 3000, 400, 5000)):
+        path = tmp_path / f"{n}.h5"
+        with h5py.File(path, "w") as file:
+            file["a"] = np.zeros(count or 1, "u1")
+            file.create_dataset("of/b", data=np.ones(count + 200, "u1"), track_times=True)
+            file["of/deep/labels"] = np.arange(count + 9)
+            file["c"] = np.ones(count + 1)
+            file["data"] = np.arange(count + 5)
+        fields = {"data": Field("data"), "labels": Field("of/deep/labels")}
+        found = without_hdf5(path, alike, fields) if n > 1 else read_layouts(path, fields, alike)
+        require_same(found, path, fields)
+
+
+def test_hdf5_reads_each_structure_by_itself(tmp_path, monkeypatch):
+    """On this it depends that no unknown structure is read together with a known one."""
+    noted, find = [], alikefiles._Maker._find_structures
+    monkeypatch.setattr(
+        alikefiles._Maker,
+        "_find_structures",
+        lambda self, ranges: noted.append((ranges, find(self, ranges))) or noted[-1][1],
+    )
+    alike = Reach(alike=Alike())
+    for n in range(2):
+        read_layouts(write_alike(tmp_path / f"{n}.h5", 40, n, **GZIP), FIELDS, alike)
+    ((ranges, structures),) = noted
+    begins = {begin for begin, _ in ranges}
+    apart = {one.offset for one in structures} - begins
+    heaps = {
+        target
+        for one in structures
+        if one.nbytes == 32
+        for _, target in one.addresses  # a heap and the names behind it are read at once
+    }
+    assert len(structures) > 12
+    assert apart == heaps
+
+
+@pytest.fixture(scope="module", params=["contiguous", "gzip", "chunks", "resizable", "many chunks"])
 def damaged(request, tmp_path_factory):
     """Return a file, its bytes, and what is known of others like it."""
     folder, alike = tmp_path_factory.mktemp(request.param), Alike()
@@ -336,8 +426,16 @@ def test_damaged_files_are_what_they_are_alone(damaged, data):
     path, image, alike = damaged
     alike._misses.clear()
     found = bytearray(image)
+    structures = list(old_structures(lambda at, n: image[at : at + n], lambda *_: True))
+    addresses = [pair for one in structures for pair in one.addresses]
     for _ in range(data.draw(st.integers(1, 3))):
-        at = data.draw(st.integers(0, min(len(image), 9000) - 1))
+        if data.draw(st.booleans()):
+            at, _ = data.draw(st.sampled_from(addresses))
+            _, other = data.draw(st.sampled_from(addresses))
+            found[at : at + 8] = (other + data.draw(st.sampled_from([0, 8]))).to_bytes(8, "little")
+            continue
+        one = data.draw(st.sampled_from(structures))
+        at = one.offset + data.draw(st.integers(0, min(one.nbytes, len(image) - one.offset) - 1))
         found[at] = data.draw(st.sampled_from([0, 1, 2, 255, found[at] ^ 1, found[at] ^ 128]))
     path.write_bytes(found)
     alone, together = found_or_raised(path, Reach()), found_or_raised(path, Reach(alike=alike))
