@@ -6,7 +6,10 @@ ratio of the medians.
 - files: a reader over so many files of one dataset of 100 rows of 64 float32 (contiguous; and in 10
   chunks, behind gzip), until it is ready; against a loop that opens each with h5py and asks for the
   shape. "Again": with their saved index in a folder (`index_cache`).
-- unlike: 200 files that differ in their fill values, against 190 of them, too few for any to be
+- differing: the same of files of images and labels whose numbers of rows differ, and an attribute:
+  contiguous, behind gzip, and in the format of `libver="latest"`; and of episodes of 200 to 400
+  frames in groups, each frame a gzip chunk.
+- unlike: 70 files that differ in their fill values, against 60 of them, too few for any to be
   noted as what others may be like; by file.
 - many: the same of ten times as many files of 20 contiguous rows.
 - imports: a process that imports NumPy, h5py and h5async; that imports `AsyncReader`, too; and that
@@ -87,7 +90,7 @@ class Bench:
         mine, theirs = map(statistics.median, times)
         point = {"case": case, "what": what, "count": count, "ratio": mine / theirs}
         self.points.append({**point, "seconds": mine, "peer_seconds": theirs})
-        line = f"{case:7} {what:42} {count:>9,} {mine:8.3f} s {theirs:8.3f} s {mine / theirs:6.2f}"
+        line = f"{case:9} {what:42} {count:>9,} {mine:8.3f} s {theirs:8.3f} s {mine / theirs:6.2f}"
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -100,19 +103,30 @@ def seconds(work: Callable[[], Any]) -> Work:
     return timed
 
 
-def opened(paths: Any, index_cache: bool | Path = False) -> Work:
+def opened(paths: Any, index_cache: bool | Path = False, **fields: str) -> Work:
     """Return what makes a reader, and closes it after the clock has stopped."""
 
     def timed() -> float:
         begin = time.perf_counter()
-        reader = AsyncReader(
-            hdf5_path=paths, labels_field=None, device="cpu", index_cache=index_cache
-        )
+        how = {"labels_field": None, **fields}
+        reader = AsyncReader(hdf5_path=paths, device="cpu", index_cache=index_cache, **how)
         taken = time.perf_counter() - begin
         reader.close()
         return taken
 
     return timed
+
+
+def shapes(paths: list[Path], *names: str) -> Work:
+    """Return a loop that opens each file with h5py and asks datasets for their shapes."""
+
+    def loop() -> None:
+        for path in paths:
+            with h5py.File(path) as file:
+                for name in names:
+                    _ = file[name].shape
+
+    return seconds(loop)
 
 
 def files(bench: Bench) -> None:
@@ -125,13 +139,37 @@ def many(bench: Bench) -> None:
     of_files(bench, "many", "contiguous", 10 * bench.options.files, 20)
 
 
+def differing(bench: Bench) -> None:
+    gzip = {"chunks": (16, 64), "compression": "gzip", "shuffle": True}
+    for what, libver, (least, most), how in (
+        ("contiguous", None, (50, 150), {}),
+        ("gzip", None, (50, 150), gzip),
+        ("contiguous, latest", "latest", (50, 150), {}),
+        ("gzip, latest", "latest", (50, 150), gzip),
+        ("episodes", None, (200, 400), gzip | {"chunks": (1, 64)}),
+    ):
+        rng, paths = np.random.default_rng(0), []
+        for number in range(bench.options.files):
+            rows = int(rng.integers(least, most))
+            paths.append(bench.folder / f"differing-{what}{number:05d}.h5")
+            with h5py.File(paths[-1], "w", libver=libver) as file:
+                file.attrs["episode"] = number
+                images = rng.integers(0, 99, (rows, 64), dtype=np.uint8)
+                file.create_dataset("observations/images", data=images, **how)
+                file["observations/positions"] = rng.random((rows, 14))
+                file["actions"] = rng.random((rows, 14))
+        names = {"data_field": "observations/images", "labels_field": "actions"}
+        peer = shapes(paths, *names.values())
+        bench.compare("differing", what, len(paths), opened(paths, **names), peer)
+
+
 def unlike(bench: Bench) -> None:
-    paths = [bench.folder / f"unlike{number:03d}.h5" for number in range(200)]
+    paths = [bench.folder / f"unlike{number:03d}.h5" for number in range(70)]
     for number, path in enumerate(paths):
         with h5py.File(path, "w") as file:
             file.create_dataset("data", (100, 64), "f4", fillvalue=number + 1)[:] = 0
-    fewer = opened(paths[:190])
-    bench.compare("unlike", "by file", 200, opened(paths), lambda: fewer() * 200 / 190)
+    fewer = opened(paths[:60])
+    bench.compare("unlike", "by file", 70, opened(paths), lambda: fewer() * 70 / 60)
 
 
 def of_files(bench: Bench, case: str, what: str, count: int, rows: int, **how: Any) -> None:
@@ -142,14 +180,9 @@ def of_files(bench: Bench, case: str, what: str, count: int, rows: int, **how: A
         with h5py.File(paths[-1], "w") as file:
             file.create_dataset("data", data=values, **how)
 
-    def shapes() -> None:
-        for path in paths:
-            with h5py.File(path) as file:
-                _ = file["data"].shape
-
-    bench.compare(case, what, len(paths), opened(paths), seconds(shapes))
-    again = opened(paths, bench.folder)
-    bench.compare(case, f"{what}, again", len(paths), again, seconds(shapes))
+    peer = shapes(paths, "data")
+    bench.compare(case, what, len(paths), opened(paths), peer)
+    bench.compare(case, f"{what}, again", len(paths), opened(paths, bench.folder), peer)
 
 
 def imports(bench: Bench) -> None:
@@ -231,7 +264,8 @@ def groups(bench: Bench) -> None:
     bench.compare("groups", "listing", count, seconds(listing), peer)
 
 
-CASES = {function.__name__: function for function in (files, unlike, many, imports, chunks, groups)}
+RUNS = files, differing, unlike, many, imports, chunks, groups
+CASES = {function.__name__: function for function in RUNS}
 
 
 def plot(points: list[dict[str, Any]], path: Path) -> None:

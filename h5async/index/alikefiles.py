@@ -4,12 +4,13 @@ HDF5's answers about a file depend only on the bytes that it reads. These are re
 file of a collection, as a pattern: a file with the same bytes in the same places has the same
 layouts. All other files are left to HDF5, which also produces the errors.
 
-Where metadata have no checksums (a superblock of version 0, object headers of version 1), the
-pattern consists of structures, and the following may differ, and is checked like HDF5's answers:
+If all of these structures are known (superblocks, object headers, groups that are not large), a
+file has them where its addresses lead to, and the following may differ, too, and is checked like
+HDF5's answers:
 
-- The end of the file, and the addresses of structures: they are found as HDF5 finds them.
-- A dataset's first extent, modification time, and the address of its contiguous values.
-- The chunks in a version 1 B-tree of one or two levels, if none is missing.
+- The end of the file, the addresses, and checksums.
+- A dataset's first extent, times, and the address of its contiguous values.
+- The chunks in a version 1 B-tree of one or two levels, or a fixed array, if none is missing.
 - The values of attributes, if none is asked for.
 """
 
@@ -24,22 +25,19 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.index.hdf5 import NotDirectError, Opened
+from h5async.index.hdf5 import FIXED_ARRAY, NotDirectError, Opened, checksum_function
 from h5async.index.layout import DatasetLayout, Indexed
-from h5async.index.storedtypes import DATASPACE, LAYOUT, MODIFIED, message_of
+from h5async.index.storedtypes import DATASPACE, LAYOUT, message_of
 from h5async.index.tables import ChunkTable
-from h5async.index.visits import TREE_HEAD_NBYTES, ChunkTree
+from h5async.index.visits import ChunkArray, ChunkTree, has_checksum
 from h5async.io.hdf5files import HDF5File
-from h5async.io.indexreferences import NONSENSE, Format, Place
+from h5async.io.indexreferences import NONSENSE, Place
 from h5async.io.metadatafile import MetadataFile
 from h5async.io.references import (
-    ATTRIBUTE,
-    IS_SHARED,
     SIGNATURE,
     Structure,
-    attribute_value,
-    header_messages,
-    old_structures,
+    changeable,
+    structures,
 )
 from h5async.io.source import FileStamp, Source, open_regular, settled
 from h5async.io.stores import LocalSource, absolute_name, open_over
@@ -55,18 +53,18 @@ _Layouts = dict[str, DatasetLayout]
 _Read = Callable[[HDF5File], _Layouts]
 _Range = tuple[int, int]  # begin, end
 
-FEW_FILES = 16  # read before a pattern is recorded, which takes as long as reading three files
-MANY_FILES = 192  # from here on recording pays, even if a few patterns match nothing
+FEW_FILES = 8  # read before a pattern is recorded, which takes as long as reading three files
+MANY_FILES = 64  # from here on recording pays, even if a few patterns match nothing
 _PRICE = 256  # credit that recording a pattern costs; a file that HDF5 reads earns 1,
 _FOUND = 32  # and a file that matches a pattern earns this
 _MOST_MISSES = 6  # consecutive files without a match, after which the patterns are dropped
 _MOST_PATTERNS = 4  # kept per key
 _MOST_NBYTES = 1 << 16  # of a pattern
-_GAP_NBYTES = 1 << 9  # between ranges that are read as one
+_GAP_NBYTES = 1 << 10  # between ranges that are read as one
 _MOST_OPEN = 256  # objects open in HDF5; if there are more, one of them may be written
 _ALL = h5py.h5f.OBJ_ALL
 
-_END_AT = 40  # in a superblock of version 0: the end of the file
+_END_AT = {0: 40, 2: 28, 3: 28}  # in a superblock, by its version: the end of the file
 _ASKED = (b"categories",)  # values of attributes that are always asked for
 _FLAGS_AT = 11  # from version 2 on: whether the file is open for writing
 _UNLIMITED = (1 << 64) - 1
@@ -162,9 +160,9 @@ class _Pattern(NamedTuple):
     """The common metadata of files that are alike.
 
     They have the bytes `data`, those of all `runs`, wherever `fixed` is 255. `leads` are addresses:
-    where they are in `data`, the number of the run that they lead to, and the byte of it. A file
-    has at least `end` bytes; `end_at` is where in `data` it declares its size, -1 if that is among
-    the fixed bytes.
+    where they are in `data`, the number of the run that they lead to, and the byte of it; `sums`,
+    ranges of `data` that end with a checksum. A file has at least `end` bytes; `end_at` is where in
+    `data` it declares its size, -1 if that is among the fixed bytes.
     """
 
     datasets: Mapping[str, _Dataset]
@@ -172,6 +170,7 @@ class _Pattern(NamedTuple):
     data: NDArray[np.uint8]
     fixed: NDArray[np.uint8]
     leads: NDArray[np.int64]
+    sums: Sequence[_Range]
     end: int
     end_at: int
     device: int
@@ -198,6 +197,8 @@ class _Pattern(NamedTuple):
             is_same = (targets - inside == np.array(begins)[led]).all()
             if not last <= end <= stamp.nbytes or not is_same:
                 return {}
+        if not all(has_checksum(data[slice(*one)]) for one in self.sums):
+            return {}
         path, found = absolute_name(name), _Layouts()
         for field, dataset in self.datasets.items():
             layout = dataset.layout_in(data, path, stamp, source, end)
@@ -211,7 +212,7 @@ class _Dataset(NamedTuple):
     """A dataset: its layout, and where in a pattern the facts lie that may differ; -1: nowhere.
 
     These are its first extent; the maximum of that extent, if both are equal; the address and size
-    of contiguous values; and the root of the tree that lists its chunks.
+    of contiguous values; and the address of the index that lists its chunks.
     """
 
     layout: DatasetLayout
@@ -219,8 +220,8 @@ class _Dataset(NamedTuple):
     most_at: int = -1
     offset_at: int = -1
     nbytes_at: int = -1
-    root_at: int = -1
-    tree: ChunkTree | None = None
+    chunks_at: int = -1
+    listing: ChunkTree | ChunkArray | None = None
 
     def layout_in(
         self, data: bytes, path: str, stamp: FileStamp, source: Source, end: int
@@ -239,11 +240,10 @@ class _Dataset(NamedTuple):
             nbytes = math.prod(shape) * layout.stored_itemsize
             if _number(data, self.nbytes_at) != nbytes or not nbytes:
                 return None
-        if self.tree is not None:
-            if self.most_at >= 0 and shape[0] < self.tree.extents[0]:
+        if self.listing is not None:
+            if self.most_at >= 0 and shape[0] < self.listing.extents[0]:
                 return None
-            root = data[self.root_at : self.root_at + self.tree.size]
-            chunks = self.tree.chunks(shape, root, end, source)
+            chunks = self.listing.chunks(shape, _number(data, self.chunks_at), end, source)
             if chunks is None:
                 return None
             nbytes, chunks = int(chunks.nbytes.sum()), chunks.shortened()
@@ -283,22 +283,25 @@ def _noted(
     name: str, stamp: FileStamp, source: Source, read: _Read, asks_attributes: bool
 ) -> tuple[_Layouts, _Pattern | None]:
     """Return the layouts of a file, and its pattern; None if no other file could match that."""
+    beginning = source.read(0, _FLAGS_AT + 1)
+    if not beginning.startswith(SIGNATURE) or (beginning[8] > 1 and beginning[_FLAGS_AT]):
+        return {}, None  # (of files that may be open for writing, only HDF5's own driver says so)
     noting = _Noting(source)
     with open_over(noting, name) as file:
         layouts = read(file)
         ranges = tuple(noting.ranges)  # without those that `_Maker` reads
         if not layouts or not all(_is_plain(one, name) for one in layouts.values()):
             return layouts, None
-        with suppressing(ValueError, NotDirectError):
+        with suppressing(*NONSENSE, NotDirectError):
             return layouts, _Maker(file, ranges, asks_attributes).pattern(layouts, stamp)
         return layouts, None
 
 
-def _runs(ranges: Iterable[_Range]) -> list[_Range]:
+def _runs(ranges: Iterable[_Range], gap_nbytes: int) -> list[_Range]:
     """Merge ranges that overlap, or have small gaps between them."""
     runs: list[_Range] = []
     for begin, end in sorted(ranges):
-        if runs and begin <= runs[-1][1] + _GAP_NBYTES:
+        if runs and begin <= runs[-1][1] + gap_nbytes:
             begin, end = runs[-1][0], max(end, runs.pop()[1])
         runs.append((begin, end))
     return runs
@@ -318,16 +321,17 @@ class _Maker:
 
     def __init__(self, file: HDF5File, ranges: Sequence[_Range], asks_attributes: bool) -> None:
         self._file, self._asks_attributes = file, asks_attributes
-        self._structures = self._find_structures(ranges)
+        found = self._find_structures(ranges)
+        self._structures = [one for one in found if one.kind != "chunks"]
+        self._indices = {one.offset for one in found if one.kind == "chunks"}
         if self._structures:
             ranges = [(one.offset, one.offset + one.nbytes) for one in self._structures]
-        self._runs = [_Run(begin, end - begin) for begin, end in _runs(ranges)]
+        gap_nbytes = 0 if self._structures else _GAP_NBYTES  # in which others may lie
+        self._runs = [_Run(begin, end - begin) for begin, end in _runs(ranges, gap_nbytes)]
         if sum(run.nbytes for run in self._runs) > _MOST_NBYTES:
             raise ValueError("HDF5 has read much")
         self._starts = {one.offset for one in self._structures}
-        self._leads = [
-            (*found, one.kind == "links") for one in self._structures for found in one.addresses
-        ]
+        self._leads = [lead for one in self._structures for lead in one.addresses]
         if self._structures:
             self._runs = self._in_order_found()
         places = [run.begin for run in self._runs], [run.nbytes for run in self._runs]
@@ -337,29 +341,35 @@ class _Maker:
             at = self._at(begin, end - begin)
             self._fixed[at : at + end - begin] = 255
 
-    def pattern(self, layouts: _Layouts, stamp: FileStamp) -> _Pattern | None:
-        """Return the pattern; None for a kind of file that is not supported."""
+    def pattern(self, layouts: _Layouts, stamp: FileStamp) -> _Pattern:
+        """Return the pattern; ValueError for a kind of file that is not supported."""
         data, fixed, end, end_at = self._data, self._fixed, stamp.nbytes, -1
-        if self._runs[0].begin or not data.startswith(SIGNATURE):
-            return None
-        if data[len(SIGNATURE)] > 1 and data[_FLAGS_AT]:
-            return None
-        pointers: list[tuple[int, int, int]] = []
+        pointers, sums = list[tuple[int, int, int]](), list[_Range]()
+        read, asked = self._file.source.read, None if self._asks_attributes else _ASKED
         if self._structures:
             datasets = {name: self._dataset(layout) for name, layout in layouts.items()}
-            end, end_at = 0, self._vary(_END_AT, 8)
-            for place, target, is_loose in self._leads:
+            end, end_at = 0, self._vary(_END_AT[data[len(SIGNATURE)]], 8)
+            for place, target, is_link in self._leads:
                 if target in self._starts:
                     led = self._run_at(target)
                     pointers.append((self._vary(place, 8), led, target - self._runs[led].begin))
-                elif is_loose:
+                elif is_link:
                     self._vary(place, 8)
-            self._vary_attributes()
+                elif target in self._indices and fixed[self._at(place, 8)]:
+                    raise ValueError("an index of other chunks")
+            for one in self._structures:
+                if one.has_checksum:
+                    at = self._at(one.offset, one.nbytes)
+                    sums.append((at, at + one.nbytes))
+                    self._vary(one.offset + one.nbytes - 4, 4)
+                if one.kind == "header":
+                    for place, nbytes in changeable(read, one.offset, asked):
+                        self._vary(place, nbytes)
         else:
             datasets = {name: _Dataset(layout) for name, layout in layouts.items()}
-        values = np.frombuffer(data, np.uint8)
+        values, runs = np.frombuffer(data, np.uint8), self._runs
         leads = np.array(pointers, np.int64).reshape(-1, 3)
-        return _Pattern(datasets, self._runs, values, fixed, leads, end, end_at, stamp.device)
+        return _Pattern(datasets, runs, values, fixed, leads, sums, end, end_at, stamp.device)
 
     def _find_structures(self, ranges: Sequence[_Range]) -> list[Structure]:
         """Return the structures that HDF5 has read; none if it has read others, too."""
@@ -373,10 +383,12 @@ class _Maker:
             return any(begin < last and first < end for begin, end in ranges)
 
         with suppressing(*NONSENSE):
-            found = list(old_structures(self._file.source.read, is_read))
+            found = list(structures(self._file.source.read, is_read))
             superblock = range(found[0].nbytes)  # which HDF5 reads in parts
             known = {*superblock, *(one.offset for one in found)}
-            return [one for one in found if one.kind != "chunks"] if begins <= known else []
+            has_checksum = any(one.has_checksum for one in found)
+            if begins <= known and not (has_checksum and checksum_function() is None):
+                return found
         return []
 
     def _in_order_found(self) -> list[_Run]:
@@ -408,17 +420,6 @@ class _Maker:
                 return number
         raise ValueError("HDF5 has not read it")
 
-    def _vary_attributes(self) -> None:
-        """Allow values of attributes to differ, if none is asked for."""
-        read = self._file.source.read
-        headers = [one.offset for one in self._structures if one.kind == "header"]
-        for header in headers if not self._asks_attributes else ():
-            for place, kind, flags, body in header_messages(read, header, Format()):
-                with suppressing(*NONSENSE):
-                    name, begin = attribute_value(body) if kind == ATTRIBUTE else (b"", 0)
-                    if name not in (b"", *_ASKED) and not flags & IS_SHARED:
-                        self._vary(place + begin, len(body) - begin)
-
     def _at(self, begin: int, nbytes: int) -> int:
         """Return the offset of a range of the file in the pattern; ValueError if not in it."""
         before = 0
@@ -438,55 +439,60 @@ class _Maker:
         """Allow parts of a dataset's metadata to differ; ValueError if stored unusually."""
         dataset = Opened(h5py.h5o.open(self._file.id, layout.path.encode()), self._file.source)
         place, stored = message_of(dataset, LAYOUT)
-        tree = None
+        is_known, listing = stored[0] in (3, 4, 5) and stored[1] == 1, None
         if layout.chunks is None:
             expected = layout.offset, math.prod(dataset.extents) * layout.stored_itemsize
-            if stored[:2] != b"\3\1" or (_number(stored, 2), _number(stored, 10)) != expected:
+            if not is_known or (_number(stored, 2), _number(stored, 10)) != expected:
                 return _Dataset(layout)
         elif not layout.chunks.offset.size:
             return _Dataset(layout)
         else:
-            tree = self._tree(layout, dataset, stored)
+            chunks_at, listing = self._listing(layout, dataset, place, stored)
         rows_at, most_at = self._rows(dataset)
-        if tree is not None:
-            root_at = self._at(_number(stored, 3), tree.size)
-            return _Dataset(layout, rows_at, most_at, root_at=root_at, tree=tree)
+        if listing is not None:
+            return _Dataset(layout, rows_at, most_at, chunks_at=chunks_at, listing=listing)
         nbytes_at = self._vary(place + 10, 8) if rows_at >= 0 else -1
         return _Dataset(layout, rows_at, most_at, self._vary(place + 2, 8), nbytes_at)
 
     def _rows(self, dataset: Opened) -> tuple[int, int]:
         """Allow a dataset's first extent and its maximum to differ; return where; -1: fixed."""
         place, space = message_of(dataset, DATASPACE)
-        rank, has_most = len(dataset.extents), space[2]
-        with suppressing(NotDirectError):  # there is no modification time
-            self._vary(message_of(dataset, MODIFIED)[0] + 4, 4)
-        is_usual = space[:2] == bytes([1, rank]) and has_most < 2
-        if not is_usual or len(space) < 8 + 8 * rank * (1 + has_most):
+        version, rank, has_most = space[:3]
+        at = 8 if version == 1 else 4
+        is_usual = version < 3 and has_most < 2 and rank == len(dataset.extents)
+        if not is_usual or len(space) < at + 8 * rank * (1 + has_most):
             return -1, -1
-        rows, most = _number(space, 8), _number(space, 8 + 8 * rank)
+        rows, most = _number(space, at), _number(space, at + 8 * rank)
         if has_most and most not in (rows, _UNLIMITED):
             return -1, -1
         is_same = has_most and most == rows
-        most_at = self._vary(place + 8 + 8 * rank, 8) if is_same else -1
-        return self._vary(place + 8, 8), most_at
+        most_at = self._vary(place + at + 8 * rank, 8) if is_same else -1
+        return self._vary(place + at, 8), most_at
 
-    def _tree(self, layout: DatasetLayout, dataset: Opened, stored: bytes) -> ChunkTree:
-        """Allow the chunks of a dataset to differ; return how they are listed."""
-        rank, known, place = len(dataset.chunks), layout.chunks, _number(stored, 3)
-        is_known = stored[:3] == bytes([3, 2, rank + 1]) and place in self._starts
-        if not is_known or known is None or known.index is not None:
+    def _listing(
+        self, layout: DatasetLayout, dataset: Opened, place: int, stored: bytes
+    ) -> tuple[int, ChunkTree | ChunkArray]:
+        """Allow the chunks of a dataset to differ; return where the address of their index is."""
+        extents, known, source = dataset.chunks, layout.chunks, self._file.source
+        listing: ChunkTree | ChunkArray
+        nbytes = 0 if layout.filters else math.prod(extents) * layout.stored_itemsize
+        at = 3 if stored[0] == 3 else len(stored) - 8
+        address = _number(stored, at)
+        if stored[0] == 3:
+            listing = ChunkTree(extents, layout.stored_itemsize, nbytes)
+        elif dataset.index_kind == FIXED_ARRAY:
+            listing = ChunkArray(extents, source.read(address, 8), nbytes)
+        else:
+            raise ValueError("another kind of chunk index")
+        found = listing.chunks(dataset.extents, address, dataset.end, source)
+        if (
+            found is None
+            or known is None
+            or known.index is not None
+            or not _are_equal(found, known)
+        ):
             raise ValueError("its chunks are listed in another way")
-        nbytes = 0 if layout.filters else math.prod(dataset.chunks) * layout.stored_itemsize
-        level = self._data[self._at(place, TREE_HEAD_NBYTES) + 5]
-        tree = ChunkTree(level, dataset.chunks, layout.stored_itemsize, nbytes)
-        source = self._file.source
-        root = source.read(place, tree.size)
-        found = tree.chunks(dataset.extents, root, dataset.end, source) if level < 2 else None
-        if found is None or not _are_equal(found, known):
-            raise ValueError("its chunks are listed in another way")
-        self._vary(place + 6, 2)  # the number of entries
-        self._vary(place + TREE_HEAD_NBYTES, tree.size - TREE_HEAD_NBYTES)
-        return tree
+        return self._vary(place + at, 8), listing
 
 
 def _are_equal(one: ChunkTable, other: ChunkTable) -> bool:

@@ -13,7 +13,7 @@ import ctypes
 import functools
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -101,6 +101,17 @@ def hdf5_function(name: str, *types: Any, result: Any = ctypes.c_int) -> Any:
     function = library[name]  # (an attribute would be one object, shared by all types)
     function.argtypes, function.restype = (ctypes.c_int64, *types), result
     return function
+
+
+@functools.cache
+def checksum_function() -> Callable[[bytes, int, int], int] | None:
+    """Return HDF5's own checksum of metadata: of bytes, their number, and 0; None if it is hidden.
+
+    It is `H5_checksum_metadata` of H5checksum.c, which is exported, but not documented.
+    """
+    address = function_address("H5_checksum_metadata")
+    kind = ctypes.PYFUNCTYPE(ctypes.c_uint32, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_uint32)
+    return kind(address) if address else None
 
 
 @functools.cache

@@ -250,7 +250,7 @@ def element_of(stored: h5py.h5t.TypeID, member: tuple[str, ...], where: str) -> 
 
 _SIZES = (4, 8)  # of addresses and of sizes in a file, in bytes
 DAMAGED = "; the file is damaged"
-DATASPACE, FILL_VALUE, LAYOUT, MODIFIED = 0x0001, 0x0005, 0x0008, 0x0012  # message types
+DATASPACE, FILL_VALUE, LAYOUT = 0x0001, 0x0005, 0x0008  # message types
 _UNKNOWN = "an object header of an unknown form"
 
 

@@ -1,6 +1,7 @@
 """Visits the chunks of a dataset, as HDF5 lists them: by the compiled core, or in Python.
 
-`ChunkTree` reads the usual B-tree itself, for files that are like others (`alikefiles.py`).
+`ChunkTree` and `ChunkArray` read usual indices themselves, for files that are like others
+(`alikefiles.py`).
 
 Takes a dataset and the grid of its chunks; returns columns of a table, as HDF5 reported them.
 
@@ -20,6 +21,7 @@ import functools
 import itertools
 import math
 import operator
+import struct
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -35,6 +37,7 @@ from h5async.index.hdf5 import (
     EXTENSIBLE_ARRAY,
     NotDirectError,
     Opened,
+    checksum_function,
     function_address,
     stored_nbytes,
 )
@@ -55,8 +58,9 @@ _MOST_POSITIONS = 1 << 40  # an array has at most 2 ** 32 (H5D_EARRAY_MAX_NELMTS
 
 
 _CHUNKS = b"TREE\x01"  # start of a node of chunks; its level and the number of entries follow
-TREE_HEAD_NBYTES = 24
+_NODE_HEAD_NBYTES = 24
 _MOST_ENTRIES = 64  # of a node, in files with a superblock of version 0
+_ARRAY_NBYTES, _BLOCK_HEAD_NBYTES = 28, 14  # of a fixed array, and the block with its entries
 _LEAST_OFFSET = 48  # of anything in a file: that of the superblock's end
 
 NOT_LOOKED_UP = -2
@@ -321,74 +325,133 @@ def _reports_positions(shape: tuple[int, ...], maxshape: tuple[int | None, ...])
 class ChunkTree(NamedTuple):
     """A B-tree of version 1 that lists chunks: of one or two levels, and without a missing chunk.
 
-    `level` is that of the root; `extents` are those of a chunk; `nbytes` is the stored size of a
-    chunk, 0 for any; `itemsize` is that of an element. Source: the HDF5 File Format Specification,
-    version 3.0, III.A.1.
+    `extents` are those of a chunk; `nbytes` is the stored size of a chunk, 0 for any; `itemsize` is
+    that of an element. Source: the HDF5 File Format Specification, version 3.0, III.A.1.
     """
 
-    level: int
     extents: tuple[int, ...]
     itemsize: int
     nbytes: int
 
     @property
-    def size(self) -> int:
-        """The bytes of a node: there is a key before each entry, and one behind the last."""
-        return TREE_HEAD_NBYTES + (_MOST_ENTRIES + 1) * _entry(len(self.extents)).itemsize - 8
+    def node_nbytes(self) -> int:
+        """The size of a node: there is a key before each entry, and one behind the last."""
+        return _NODE_HEAD_NBYTES + (_MOST_ENTRIES + 1) * _entry(len(self.extents)).itemsize - 8
 
     def chunks(
-        self, shape: tuple[int, ...], root: bytes, end: int, source: Source
+        self, shape: tuple[int, ...], at: int, end: int, source: Source
     ) -> ChunkTable | None:
-        """Return the chunks of a dataset of this shape in a file that ends at `end`, by its root.
+        """Return the chunks of a dataset of this shape, in a file that ends at `end`.
 
-        None if HDF5, or our own checks, would reject them; ValueError if there is no B-tree.
+        The root is `at` that offset. None if HDF5, or our own checks, would reject the tree;
+        ValueError if there is none.
         """
         grid = grid_of(shape, self.extents)
-        count = math.prod(grid)
-        if not 0 < count <= _MOST_ENTRIES ** (self.level + 1):
-            return None
-        entries = self._entries(root, self.level)
+        (root,) = self._nodes([at], end, source)
+        level = root[5]
+        entries = self._entries(root, level)
         last = self._key(root, len(entries))
-        if self.level:
-            places = entries["offset"].tolist()
-            if not all(_LEAST_OFFSET <= place <= end - self.size for place in places):
-                return None
-            leaves = [bytes(leaf) for leaf in source.get_ranges(places, [self.size] * len(places))]
-            below = [self._entries(leaf, 0) for leaf in leaves]
-            for number, (leaf, found) in enumerate(zip(leaves, below, strict=True)):
-                if self._key(leaf, 0) != self._key(root, number):
-                    return None
-                if self._key(leaf, len(found)) != self._key(root, number + 1):
+        if level == 1:
+            nodes = self._nodes(entries["offset"].tolist(), end, source)
+            below = [self._entries(node, 0) for node in nodes]
+            for number, (node, found) in enumerate(zip(nodes, below, strict=True)):
+                keys = self._key(node, 0), self._key(node, len(found))
+                if keys != (self._key(root, number), self._key(root, number + 1)):
                     return None
             entries = np.concatenate(below)
-        if entries.size != count or entries["corner"].tobytes() != _corners(grid, self.extents):
+        is_whole = level < 2 and entries.size == math.prod(grid)
+        if not is_whole or entries["corner"].tobytes() != _corners(grid, self.extents):
             return None
         # After the entries comes a corner beyond that of the last chunk.
         ahead = np.frombuffer(last, "<u8", len(shape) + 1, 8) - entries["corner"][-1]
         steps = *self.extents, self.itemsize
         if not ahead[-1] or any(n not in (0, step) for n, step in zip(ahead, steps, strict=True)):
             return None
-        offset, nbytes = entries["offset"].astype(np.int64), entries["nbytes"].astype(np.int64)
-        if offset.max() > end or not (nbytes == self.nbytes if self.nbytes else nbytes).all():
-            return None
-        order = offset.argsort()
-        ends = offset + nbytes
-        is_apart = (offset[order[1:]] >= ends[order[:-1]]).all()
-        if not is_apart or offset[order[0]] < _LEAST_OFFSET or ends[order[-1]] > end:
-            return None
-        return ChunkTable(None, offset, nbytes, entries["mask"].astype(np.uint32))
+        return _table(entries["offset"], entries["nbytes"], entries["mask"], self.nbytes, end)
+
+    def _nodes(self, places: list[int], end: int, source: Source) -> list[bytes]:
+        if not all(_LEAST_OFFSET <= place <= end - self.node_nbytes for place in places):
+            raise ValueError("a node outside the file")
+        return list(map(bytes, source.get_ranges(places, [self.node_nbytes] * len(places))))
 
     def _entries(self, node: bytes, level: int) -> NDArray[Any]:
         """Return the entries of a node; ValueError if it is not one."""
         count = int.from_bytes(node[6:8], "little")
         if bytes(node[:6]) != _CHUNKS + bytes([level]) or not 0 < count <= _MOST_ENTRIES:
             raise ValueError("not a node of chunks")
-        return np.frombuffer(node, _entry(len(self.extents)), count, TREE_HEAD_NBYTES)
+        return np.frombuffer(node, _entry(len(self.extents)), count, _NODE_HEAD_NBYTES)
 
     def _key(self, node: bytes, number: int) -> bytes:
         """Return the key before an entry; behind the last one there is a key, too."""
-        begin = TREE_HEAD_NBYTES + number * _entry(len(self.extents)).itemsize
+        begin = _NODE_HEAD_NBYTES + number * _entry(len(self.extents)).itemsize
         return bytes(node[begin : begin + _entry(len(self.extents)).itemsize - 8])
+
+
+class ChunkArray(NamedTuple):
+    """A fixed array that lists chunks, without pages, and without a missing chunk.
+
+    `head` are its first bytes, which say how entries are stored; the rest is as in `ChunkTree`.
+    Source: the HDF5 File Format Specification, version 3.0, III.C.3.
+    """
+
+    extents: tuple[int, ...]
+    head: bytes
+    nbytes: int
+
+    def chunks(
+        self, shape: tuple[int, ...], at: int, end: int, source: Source
+    ) -> ChunkTable | None:
+        """Return the chunks of a dataset of this shape; see `ChunkTree.chunks`."""
+        count = math.prod(grid_of(shape, self.extents))
+        entry_nbytes, page_bits = self.head[6], self.head[7]
+        nbytes = _BLOCK_HEAD_NBYTES + count * entry_nbytes + 4
+        if not _LEAST_OFFSET <= at <= end - _ARRAY_NBYTES or not 0 < count <= 1 << page_bits:
+            return None
+        header = source.read(at, _ARRAY_NBYTES)
+        stored, place = struct.unpack_from("<QQ", header, 8)
+        if not (header.startswith(self.head) and has_checksum(header) and stored == count):
+            return None
+        if not _LEAST_OFFSET <= place <= end - nbytes:
+            return None
+        block = source.read(place, nbytes)
+        begins = b"FADB" + header[4:6] + at.to_bytes(8, "little")
+        if not block.startswith(begins) or not has_checksum(block):
+            return None
+        entries = np.frombuffer(block, np.uint8, count * entry_nbytes, _BLOCK_HEAD_NBYTES)
+        entries = entries.reshape(count, entry_nbytes)
+        offset, sizes = entries[:, :8].copy().view("<u8")[:, 0], np.full(count, self.nbytes)
+        mask = np.zeros(count, np.uint32)
+        if entry_nbytes > 8:  # chunks with filters
+            wide = np.zeros((count, 8), np.uint8)
+            wide[:, : entry_nbytes - 12] = entries[:, 8:-4]
+            sizes, mask = wide.view("<u8")[:, 0], entries[:, -4:].copy().view("<u4")[:, 0]
+        return _table(offset, sizes, mask, self.nbytes, end)
+
+
+def has_checksum(structure: bytes) -> bool:
+    """Return whether the last four bytes are the checksum of those before."""
+    checksum, count = checksum_function(), len(structure) - 4
+    found = None if checksum is None else checksum(structure, count, 0)
+    return found == int.from_bytes(structure[count:], "little")
+
+
+def _table(
+    offset: NDArray[Any], nbytes: NDArray[Any], mask: NDArray[Any], whole: int, end: int
+) -> ChunkTable | None:
+    """Return a table of chunks that lie apart in the file; None if they do not.
+
+    Each has size `whole`, if that is not 0.
+    """
+    is_long = max(offset.max(), nbytes.max()) > end  # (they are unsigned)
+    if is_long or not (nbytes == whole if whole else nbytes).all():
+        return None
+    offset, nbytes = offset.astype(np.int64), nbytes.astype(np.int64)
+    order = offset.argsort()
+    ends = offset + nbytes
+    is_apart = (offset[order[1:]] >= ends[order[:-1]]).all()
+    if not is_apart or offset[order[0]] < _LEAST_OFFSET or ends[order[-1]] > end:
+        return None
+    return ChunkTable(None, offset, nbytes, mask.astype(np.uint32))
 
 
 @functools.lru_cache(maxsize=64)
@@ -397,7 +460,7 @@ def _entry(rank: int) -> np.dtype[Any]:
     return np.dtype(
         {
             "names": ["nbytes", "mask", "corner", "offset"],
-            "formats": ["<u4", "<u4", ("<u8", (rank + 1,)), "<i8"],
+            "formats": ["<u4", "<u4", ("<u8", (rank + 1,)), "<u8"],
             "offsets": [0, 4, 8, 16 + 8 * rank],
             "itemsize": 24 + 8 * rank,
         }

@@ -33,15 +33,19 @@ _HEADER_NBYTES = 2048  # of an object header whose size is not known yet
 _MOST_HEADER_NBYTES = 1 << 20
 _MOST_HEAP_NBYTES = 1 << 24
 _CONTINUATION = 0x10
-ATTRIBUTE = 0x0C
+_ATTRIBUTE, _MODIFIED = 0x0C, 0x12
 IS_SHARED = 2  # a flag of a message that is stored elsewhere
 _LEAST_HEADER_NBYTES, _MOST_BLOCKS = 64, 64
+_HAS_TIMES = 0x20  # a flag of an object header of version 2
 _HEAD_V1_NBYTES = 8  # of a message; 4 or 6 in version 2
 _OLD_SUPERBLOCK_NBYTES, _ROOT_AT = 96, 56  # where in it the entry of the root group is
-_SYMBOLS, _CHUNKS = b"SNOD\x01\0", b"TREE\x01"
+_SUPERBLOCK_NBYTES = 48  # of version 2 and 3
+_SYMBOLS = b"SNOD\x01\0"
 _ENTRY = struct.Struct("<QQIIQQ")  # of a symbol table: name, header, kind of what follows it
-_ATTRIBUTE = struct.Struct("<BBHHH")  # version, flags; sizes of the name, the type, the dataspace
-_WITH_CHECKSUM = (b"OHDR", b"FRHP", b"BTHD", b"FAHD", b"EAHD")
+_ATTRIBUTE_HEAD = struct.Struct("<BBHHH")  # version, flags; sizes: name, type, dataspace
+_OF_CHUNKS = (b"TREE\x01", b"FAHD", b"FADB")
+_WITH_CHECKSUM = (b"OHDR", b"OCHK")
+_LEFT_TO_HDF5 = (b"FRHP", b"BTHD", b"EAHD")
 _HEAD_V1, _HEAD_V2 = struct.Struct("<HHB"), struct.Struct("<BHB")  # type, size, flags
 
 
@@ -176,84 +180,110 @@ def header_messages(
             blocks.append((offset, length) if is_first else (offset + 4, length - 8))
 
 
-class Structure(NamedTuple):
-    """A structure in a file: where it lies, and which addresses lie where in it.
+class Address(NamedTuple):
+    """An address in a structure: where it is in the file, and where it leads to.
 
-    Special kinds are the header of an object; the links to objects, which HDF5 may not have
-    followed; and nodes below the root of a chunk index.
+    `is_link`: to an object, or to a part of one; HDF5 may not have followed it.
+    """
+
+    at: int
+    target: int
+    is_link: bool = False
+
+
+class Structure(NamedTuple):
+    """A structure in a file: where it lies, and the addresses in it.
+
+    Special kinds are the header of an object, and the index of the chunks of a dataset.
     """
 
     offset: int
     nbytes: int
-    addresses: Sequence[tuple[int, int]] = ()  # offsets in the file, and the addresses
-    kind: Literal["", "header", "links", "chunks"] = ""
+    addresses: Sequence[Address] = ()
+    kind: Literal["", "header", "chunks"] = ""
+    has_checksum: bool = False  # of all bytes before it, in the last four bytes
 
 
-def old_structures(
+def structures(
     read: Callable[[int, int], bytes], is_read: Callable[[Place, bool], bool]
 ) -> Iterator[Structure]:
-    """Yield the structures of a file whose superblock has version 0, with numbers of 8 bytes.
+    """Yield the structures of a file: its superblock, then those that HDF5 has read, in no order.
 
     `read` is given an offset in the file and a number of bytes; `is_read`, a place, and whether an
     object header begins there: other structures are left out, with those they refer to. Raises one
-    of `NONSENSE` at a structure that is not as expected, or has a checksum.
+    of `NONSENSE` at a structure that is not as expected, or of a kind that is left to HDF5.
     """
     beginning = read(0, _OLD_SUPERBLOCK_NBYTES)
-    form, root = read_superblock(beginning, 0)
-    if beginning[len(SIGNATURE)] or form[:3] != (0, 8, 8):
+    (form, root), version = read_superblock(beginning, 0), beginning[len(SIGNATURE)]
+    if version == 1 or form[:3] != (0, 8, 8):
         raise ValueError("a superblock of another kind")
-    addresses = [(_ROOT_AT + 8, root.offset), *_cached(beginning, _ROOT_AT, 0)]
-    yield Structure(0, _OLD_SUPERBLOCK_NBYTES, addresses)
-    todo, seen = [(root, False)], set[int]()
+    if version:
+        yield Structure(0, _SUPERBLOCK_NBYTES, [Address(36, root.offset)], has_checksum=True)
+    else:
+        addresses = [Address(_ROOT_AT + 8, root.offset), *_cached(beginning, _ROOT_AT, 0)]
+        yield Structure(0, _OLD_SUPERBLOCK_NBYTES, addresses)
+    todo, seen = [root], set[int]()
     while todo:
-        place, is_below = todo.pop()
-        is_header = place.find is object_header
+        place = todo.pop()
+        is_header, nbytes = place.find is object_header, place.nbytes
         if place.offset in seen or not is_read(place, is_header):
             continue
         seen.add(place.offset)
-        nbytes = place.nbytes
         if is_header:
             head = Cursor(read(place.offset, _LEAST_HEADER_NBYTES), form, place)
-            size, _ = _beginning(head)
-            nbytes = head.at + size
+            size, head_nbytes = _beginning(head)
+            nbytes = head.at + size + (0 if head_nbytes == _HEAD_V1_NBYTES else 4)
         data, addresses = read(place.offset, nbytes), []
-        if len(data) != nbytes or data[:4] in _WITH_CHECKSUM:
+        if len(data) != nbytes or data[:4] in _LEFT_TO_HDF5:
             raise ValueError("a structure of another kind")
-        of_chunks = data.startswith(_CHUNKS)
         if place.find is not None:
             found = Cursor(data, form, place)
             for one in place.find(found):
                 if one.offset >= 0:
-                    addresses.append((found.address_at, one.offset))
-                    todo.append((one, of_chunks))
+                    addresses.append(
+                        Address(found.address_at, one.offset, one.find is object_header)
+                    )
+                    todo.append(one)
         if data.startswith(_SYMBOLS):
             for number in range(int.from_bytes(data[6:8], "little")):
                 addresses += _cached(data, 8 + number * _ENTRY.size, place.offset)
-            yield Structure(place.offset, nbytes, addresses, "links")
-        elif of_chunks:
-            yield Structure(place.offset, nbytes, kind="chunks" if is_below else "")
+        if data.startswith(_OF_CHUNKS):
+            yield Structure(place.offset, nbytes, kind="chunks")
         else:
-            yield Structure(place.offset, nbytes, addresses, "header" if is_header else "")
+            kind: Literal["", "header"] = "header" if is_header else ""
+            has_checksum = data.startswith(_WITH_CHECKSUM)
+            yield Structure(place.offset, nbytes, addresses, kind, has_checksum)
 
 
-def _cached(data: bytes, at: int, begin: int) -> Iterator[tuple[int, int]]:
+def _cached(data: bytes, at: int, begin: int) -> Iterator[Address]:
     """Yield the addresses that a symbol table entry has from the header of a group."""
     *_, kind, _, tree, heap = _ENTRY.unpack_from(data, at)
     if kind == 1:
-        yield from ((begin + at + 24, tree), (begin + at + 32, heap))
+        yield from (Address(begin + at + 24, tree, True), Address(begin + at + 32, heap, True))
 
 
-def attribute_value(body: bytes) -> tuple[bytes, int]:
-    """Return the name of an attribute, and where in its message its value begins.
+def changeable(
+    read: Callable[[int, int], bytes], header: int, asked: Sequence[bytes] | None
+) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of an object header with times, and with the values of attributes.
 
-    Raises one of `NONSENSE` if the message is of an unknown version, or refers to a shared one.
+    The latter are left out if `asked` is None, or has the attribute's name. Raises one of
+    `NONSENSE` if the header has an unknown form.
     """
-    version, flags, *sizes = _ATTRIBUTE.unpack_from(body)
-    if version not in (1, 2, 3) or (version > 1 and flags):
-        raise ValueError("an attribute of an unknown form")
-    at = _ATTRIBUTE.size + (version == 3)
-    name = body[at : at + sizes[0]].rstrip(b"\0")
-    return name, at + sum(-(-n // 8) * 8 if version == 1 else n for n in sizes)
+    signature, _, flags = struct.unpack("<4sBB", read(header, 6))
+    if signature == b"OHDR" and flags & _HAS_TIMES:
+        yield header + 6, 16
+    for place, kind, flags, body in header_messages(read, header, Format()):
+        if kind == _MODIFIED and len(body) == 8:
+            yield place + 4, 4
+        if kind != _ATTRIBUTE or flags & IS_SHARED or asked is None:
+            continue
+        version, is_shared, *sizes = _ATTRIBUTE_HEAD.unpack_from(body)
+        at = _ATTRIBUTE_HEAD.size + (version == 3)
+        begin = at + sum(-(-n // 8) * 8 if version == 1 else n for n in sizes)
+        name = body[at : at + sizes[0]].rstrip(b"\0")
+        if version in (1, 2, 3) and not (version > 1 and is_shared) and name not in asked:
+            yield place + begin, len(body) - begin
 
 
 def _layout(found: Cursor) -> Iterator[Place]:

@@ -17,11 +17,11 @@ from h5async.errors import H5AsyncError
 from h5async.index import alikefiles, metadata
 from h5async.index.alikefiles import Alike
 from h5async.index.datasets import Indexer
-from h5async.index.hdf5 import OtherKindError
+from h5async.index.hdf5 import OtherKindError, checksum_function
 from h5async.index.links import Reach
 from h5async.index.metadata import read_layouts
 from h5async.index.tables import ChunkTable
-from h5async.io.references import old_structures
+from h5async.io.references import structures
 
 
 def undefined_fill(file: h5py.File, name: str, *, write: bool) -> None:
@@ -141,6 +141,7 @@ def test_files_of_known_kinds_have_the_layouts_that_they_have_alone(tmp_path):
 
 
 GZIP = {"compression": "gzip", "chunks": (10, 3)}
+LATEST = {"libver": "latest"}
 STORAGES = {  # and whether they may have other rows
     "contiguous": ({}, True),
     "big": ({"dtype": ">f8"}, True),
@@ -153,6 +154,11 @@ STORAGES = {  # and whether they may have other rows
     "resizable": (GZIP | {"maxshape": (None, 6)}, True),
     "room": (GZIP | {"maxshape": (99, 6)}, False),
     "filled": ({"fillvalue": 3}, True),
+    "latest": (LATEST, True),
+    "latest gzip": (LATEST | GZIP | {"track_times": True}, True),
+    "latest chunks": (LATEST | {"chunks": (7, 2)}, True),
+    "latest resizable": (LATEST | GZIP | {"maxshape": (None, 6)}, False),
+    "v108": (GZIP | {"libver": "v108"}, True),
 }
 
 
@@ -218,21 +224,6 @@ def test_files_like_others_are_read_without_hdf5(kind, tmp_path, without_hdf5):
         del data
     with h5py.File(tmp_path / "0.h5"):
         require_same(without_hdf5(path, alike), path)
-
-
-@pytest.mark.parametrize("libver", ["v108", "latest"])
-def test_files_with_checksums_are_read_without_hdf5_if_all_is_the_same(
-    libver, tmp_path, without_hdf5
-):
-    alike = Reach(alike=Alike())
-    for n in range(4):
-        path = write_alike(tmp_path / f"{n}.h5", 40, n, libver)
-        found = read_layouts(path, FIELDS, alike) if n < 2 else without_hdf5(path, alike)
-        require_same(found, path)
-    for n in range(9, 14):  # more than are tried in vain
-        for storage in {}, GZIP, {"chunks": (7, 2)}:
-            path = write_alike(tmp_path / "other.h5", 40 + n, n, libver, **storage)
-            require_same(read_layouts(path, FIELDS, alike), path)
 
 
 def test_files_made_at_other_times(tmp_path, without_hdf5):
@@ -390,20 +381,23 @@ def test_hdf5_reads_each_structure_by_itself(tmp_path, monkeypatch):
     alike = Reach(alike=Alike())
     for n in range(2):
         read_layouts(write_alike(tmp_path / f"{n}.h5", 40, n, **GZIP), FIELDS, alike)
-    ((ranges, structures),) = noted
+    ((ranges, found),) = noted
     begins = {begin for begin, _ in ranges}
-    apart = {one.offset for one in structures} - begins
+    apart = {one.offset for one in found} - begins
     heaps = {
         target
-        for one in structures
+        for one in found
         if one.nbytes == 32
-        for _, target in one.addresses  # a heap and the names behind it are read at once
+        for _, target, _ in one.addresses  # a heap and the names behind it are read at once
     }
-    assert len(structures) > 12
+    assert len(found) > 12
     assert apart == heaps
 
 
-@pytest.fixture(scope="module", params=["contiguous", "gzip", "chunks", "resizable", "many chunks"])
+@pytest.fixture(
+    scope="module",
+    params=["contiguous", "gzip", "chunks", "resizable", "many chunks", "latest gzip", "v108"],
+)
 def damaged(request, tmp_path_factory):
     """Return a file, its bytes, and what is known of others like it."""
     folder, alike = tmp_path_factory.mktemp(request.param), Alike()
@@ -426,17 +420,22 @@ def test_damaged_files_are_what_they_are_alone(damaged, data):
     path, image, alike = damaged
     alike._misses.clear()
     found = bytearray(image)
-    structures = list(old_structures(lambda at, n: image[at : at + n], lambda *_: True))
-    addresses = [pair for one in structures for pair in one.addresses]
+    parts = list(structures(lambda at, n: image[at : at + n], lambda *_: True))
+    addresses = [pair for one in parts for pair in one.addresses]
     for _ in range(data.draw(st.integers(1, 3))):
         if data.draw(st.booleans()):
-            at, _ = data.draw(st.sampled_from(addresses))
-            _, other = data.draw(st.sampled_from(addresses))
+            at = data.draw(st.sampled_from(addresses)).at
+            other = data.draw(st.sampled_from(addresses)).target
             found[at : at + 8] = (other + data.draw(st.sampled_from([0, 8]))).to_bytes(8, "little")
             continue
-        one = data.draw(st.sampled_from(structures))
+        one = data.draw(st.sampled_from(parts))
         at = one.offset + data.draw(st.integers(0, min(one.nbytes, len(image) - one.offset) - 1))
         found[at] = data.draw(st.sampled_from([0, 1, 2, 255, found[at] ^ 1, found[at] ^ 128]))
+    for one in parts if data.draw(st.booleans()) else ():
+        end = one.offset + one.nbytes - 4
+        if one.has_checksum or found[one.offset : one.offset + 2] == b"FA":
+            checksum = checksum_function()(bytes(found[one.offset : end]), one.nbytes - 4, 0)
+            found[end : end + 4] = checksum.to_bytes(4, "little")
     path.write_bytes(found)
     alone, together = found_or_raised(path, Reach()), found_or_raised(path, Reach(alike=alike))
     assert type(alone) is type(together)
