@@ -247,7 +247,7 @@ class _Dataset(NamedTuple):
             if chunks is None:
                 return None
             nbytes, chunks = int(chunks.nbytes.sum()), chunks.shortened()
-        elif offset + nbytes > end:
+        elif not offset or offset + nbytes > end:
             return None
         return layout.changed(
             file=path,
