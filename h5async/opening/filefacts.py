@@ -73,7 +73,7 @@ from h5async.samples.fieldkind import (
 )
 from h5async.samples.sparsekind import ID
 from h5async.spelling import name_text, named
-from h5async.system.interruptions import suppressing
+from h5async.system.interruptions import interruption, suppressing
 
 _MOST_NAMES = 1 << 24
 _TRIES = 5  # to read a file without it changing meanwhile
@@ -129,8 +129,8 @@ def read_unchanged(path: FileName, read: Callable[[], T]) -> T:
     for _ in range(_TRIES - 1):
         try:
             return read()
-        except DamagedError:
-            state = _state_of(path)
+        except DamagedError as error:
+            state = None if interruption(error) is not None else _state_of(path)
             if state is None or state == known:
                 raise
             known = state

@@ -156,7 +156,8 @@ def needs_scratch(layout: DatasetLayout, source: DatasetLayout) -> bool:
 
 def has_members(layout: DatasetLayout) -> bool:
     """Return whether members of compound types are taken from its sources."""
-    return any(piece.member is not None for piece in table_of(layout)[0].pieces)
+    has_sources = layout.segments is not None
+    return has_sources and any(piece.member is not None for piece in table_of(layout)[0].pieces)
 
 
 def scratch_rows(source: DatasetLayout) -> int:
