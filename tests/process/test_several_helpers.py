@@ -489,7 +489,7 @@ def test_killed_at_random_moments_every_batch_comes_or_says_why(path):
             stop.set()
             killer.join(DEADLOCK_SECONDS)
     # A batch is lost with the third helper that had it; only the first may have had others, too.
-    assert lost <= len(kills) / 2
+    assert lost < len(kills) / 2
 
 
 @pytest.mark.slow
