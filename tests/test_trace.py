@@ -155,6 +155,21 @@ def test_batches_that_the_core_takes_are_traced(path: Path, num_threads: int) ->
 
 
 def test_stages_of_a_trace_are_those_of_the_statistics(path: Path) -> None:
+    """Those of Python are looked at by two clocks, one within the other.
+
+    A thread may be kept from running between two looks, but not each time that this is tried.
+    """
+    for _ in range(20):
+        found, taken = _stages_of_an_epoch(path)
+        assert {stage for stage in found if found[stage]} == {s for s in taken if taken[s]}
+        if found == pytest.approx(taken, rel=0.5, abs=0.01):
+            break
+    else:
+        assert found == pytest.approx(taken, rel=0.5, abs=0.01)
+
+
+def _stages_of_an_epoch(path: Path) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the seconds of each stage by a trace, and by the statistics."""
     trace = path.with_name("t.json")
     reader = AsyncReader(
         hdf5_path=path,
@@ -174,14 +189,11 @@ def test_stages_of_a_trace_are_those_of_the_statistics(path: Path) -> None:
                 pass
             reader.close()  # nothing is at work any more
         stats = reader.stats()
-    found = seconds(trace)
-    for stage, taken in stats.stage_seconds.items():
-        if stage in ("upload", "fetch"):  # of the host's memory, and of local files, is none
-            assert stage not in found
-            continue
-        assert (taken > 0) == (found[stage] > 0), stage
-        # Those of Python are looked at by two clocks, one within the other.
-        assert found[stage] == pytest.approx(taken, rel=0.5, abs=0.01), stage
+    found, taken = seconds(trace), dict(stats.stage_seconds)
+    for stage in ("upload", "fetch"):  # of the host's memory, and of local files, is none
+        assert stage not in found
+        assert not taken.pop(stage)
+    return {stage: found.get(stage, 0.0) for stage in taken}, taken
 
 
 @pytest.mark.usefixtures("h5py_way")
@@ -639,6 +651,7 @@ def _traces() -> list[CoreTrace]:
 
 @pytest.mark.slow
 def test_there_is_no_memory_for_events_without_a_trace(path: Path) -> None:
+    gc.collect()  # traces of other tests
     trace = path.with_name("t.json")
     with AsyncReader(hdf5_path=path, batch_size=50) as reader:
         for _ in reader:
@@ -786,11 +799,11 @@ def test_ranges_of_nvtx(path: Path, nvtx: list[tuple[int, str]]) -> None:
             for _ in reader:
                 pass
         assert repr(running) == "<Trace without a file, ended>"
-        count = len(nvtx)
         next(iter(reader))
         assert [name for _, name in nvtx].count("h5async: wait") == 6, "none after its end"
     by_thread = defaultdict(list)
-    for thread, name in nvtx[:count]:
+    # Only now: as the trace ended, threads may have been at work on batches of the next epoch.
+    for thread, name in nvtx:
         by_thread[thread].append(name)
     here = by_thread.pop(threading.get_ident())
     assert here == ["h5async: wait", "end"] * 6

@@ -63,7 +63,10 @@ def test_the_command_makes_the_best(train, more):
         assert np.array_equal(file["data"], before["data"])
 
 
-def test_several_files_are_one_dataset(train, tmp_path):
+def test_several_files_are_one_dataset(train, tmp_path, monkeypatch):
+    # Measured, the layout of the two might be the best one, for which there is no command.
+    speed = "h5async.cli.advise.samples_per_second"
+    monkeypatch.setattr(speed, lambda config, *_: 1.0 if len(config.files) == 2 else 1000.0)
     other = tmp_path / "b train.h5"
     with h5py.File(other, "w") as file:
         values = np.zeros((100, 10_000), "u1")

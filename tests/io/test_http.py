@@ -190,7 +190,7 @@ def test_closing_ends_a_call(server: Server, client: HttpClient, fault: str) -> 
     while server.struck() == [0]:
         pass
     source.close()
-    thread.join(timeout=5)
+    thread.join(timeout=60)
     assert [bytes(memoryview(part)) for part in found[0]] == expected([(5, 10)])  # by the store
 
 

@@ -469,8 +469,8 @@ def test_a_timeout(path):
     for _ in range(2):
         with pytest.raises(BatchTimeoutError):
             reader.get_next_batch()
-    reader.close()
-    assert not is_alive(pid)
+    reader.close()  # waits no longer than the timeout for its helper to end
+    wait_until(lambda: not is_alive(pid))
 
 
 def widened(data, labels):
