@@ -33,7 +33,7 @@ from h5async.io.metadatafile import Ahead
 from h5async.io.source import FileStamp, changed, settled
 from h5async.io.stores import open_apart, store_of
 from h5async.opening.filevalues import reach_of
-from h5async.reader import lifetime
+from h5async.system import interruptions
 from h5async.system.interruptions import call_when_gone, interruption, passing, suppressing
 from h5async.system.resources import usable_cores
 
@@ -142,7 +142,7 @@ class Handle:
         self.kept_file: _Opened | None = None
         self.held: dict[Any, Any] = {}  # everything that h5py has open for it
         call_when_gone(self, _close_soon, self.held)
-        self._ahead, self._num_forks = Ahead(), lifetime.num_forks
+        self._ahead, self._num_forks = Ahead(), interruptions.num_forks
         self.known: dict[bytes, Stored] = {}
         self._is_closed = False
 
@@ -194,8 +194,8 @@ class Handle:
 
     def _far(self) -> Ahead:
         """Return this process's far sources, which keep what was read of them."""
-        if self._num_forks != lifetime.num_forks:
-            self._ahead, self._num_forks = Ahead(), lifetime.num_forks
+        if self._num_forks != interruptions.num_forks:
+            self._ahead, self._num_forks = Ahead(), interruptions.num_forks
         return self._ahead
 
     def layout(self, path: str, located: Located, node: h5py.h5d.DatasetID) -> DatasetLayout:

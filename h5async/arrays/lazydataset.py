@@ -37,8 +37,8 @@ from h5async.io.source import changed
 from h5async.opening.filefacts import read_unchanged
 from h5async.plan.transform import end_strings
 from h5async.read.executors import method_of
-from h5async.reader import lifetime
 from h5async.spelling import named
+from h5async.system import interruptions
 from h5async.system.interruptions import interruption, suppressing
 
 # Selections up to _LEAST_NBYTES are always read; larger ones, up to _TIMES_STORED times the files.
@@ -132,7 +132,7 @@ class Dataset:
         self._readers: dict[str, Any] = {}
         self._box_reader: BoxReader | None = None
         self._small_reader: BoxReader | RowsReader | _OpenReader | None = None
-        self._num_forks = lifetime.num_forks
+        self._num_forks = interruptions.num_forks
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -184,7 +184,7 @@ class Dataset:
             key = (key,)
         reader = self._small_reader
         try:
-            is_same_process = self._num_forks == lifetime.num_forks
+            is_same_process = self._num_forks == interruptions.num_forks
             if reader is not None and is_same_process and new_dtype is None:
                 try:
                     found = reader.read_small(key)
@@ -229,7 +229,7 @@ class Dataset:
                 raise SelectionError(str(error)) from error
         if any(part is None for part in key):
             raise SelectionError("None (np.newaxis) adds a dimension, which is not supported")
-        if self._num_forks != lifetime.num_forks:
+        if self._num_forks != interruptions.num_forks:
             self._reset()  # objects opened by the parent process are of no use here
         opened = self.file.kept_object(self._path)
         if self.dtype.hasobject and opened is not None and self._small_reader is None:
@@ -305,7 +305,7 @@ class Dataset:
 
     def _reads_boxes(self) -> bool:
         """Tell whether boxes can be read straight into memory of the dataset's dtype."""
-        if self._num_forks != lifetime.num_forks:
+        if self._num_forks != interruptions.num_forks:
             self._reset()
         layout = self.layout
         if self._box_reader is None and layout is not None and self._shape:

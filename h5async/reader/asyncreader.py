@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import operator
 import os
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Unpack
 
+import h5py  # noqa: F401  # registers its exit handler
+
 from h5async.errors import ConfigError, ReadError
-from h5async.reader import lifetime  # noqa: F401  # registers exit and fork handlers
 from h5async.system.describing import takes_options
-from h5async.system.interruptions import passing
+from h5async.system.interruptions import close_all, passing
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
     from h5async.observe.stats import ReaderStats
     from h5async.observe.tracing import Trace
     from h5async.reader.batch import Batch
+
+# After h5py's, and so called before it: that changes HDF5, where our threads may still be.
+atexit.register(close_all)
 
 
 def load_config() -> type[ReaderConfig]:

@@ -35,11 +35,11 @@ from h5async.observe.readercounts import ReaderCounts
 from h5async.observe.stats import ReaderStats
 from h5async.observe.tracing import Trace, Tracing
 from h5async.opening.limits import free_memory_nbytes, shared_nbytes
-from h5async.reader import lifetime
 from h5async.reader.delivery import Delivery
 from h5async.reader.position import ReaderPosition
 from h5async.reader.readersetup import ReaderSetup
 from h5async.spelling import Bar, Cell, box, grid, named, printable, size_text
+from h5async.system import interruptions
 from h5async.system.interruptions import Flag, passing
 from h5async.system.timeline import Recorder
 
@@ -59,7 +59,7 @@ class Engine:
 
     def __init__(self, config: ReaderConfig) -> None:
         self.setup = ReaderSetup(config)
-        self._num_forks = lifetime.num_forks
+        self._num_forks = interruptions.num_forks
         self.ring: SlotRing[FillOutcome] = SlotRing(config.prefetch)
         self.filler: Filler | HelperFiller | None = None
         self.has_opened = Flag(True)  # cleared while it is being opened
@@ -76,7 +76,7 @@ class Engine:
         self.has_opened.is_set = False
         begin = time.perf_counter()
         try:
-            lifetime.register(self)
+            interruptions.register(self)
             what = f"{paths_text(self.setup.config.hdf5_path)} cannot be opened"
             with taking_memory(what, _REMEDY):
                 self._open()
@@ -162,7 +162,7 @@ class Engine:
 
     @property
     def _is_forked(self) -> bool:
-        return self._num_forks != lifetime.num_forks
+        return self._num_forks != interruptions.num_forks
 
     @property
     def _filler(self) -> Filler | HelperFiller:

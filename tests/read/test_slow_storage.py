@@ -20,7 +20,7 @@ from conftest import require_extra
 SCRIPT = """
 import ctypes, gc, os, sys, threading
 import h5py  # which reads nothing of ours at the gate yet
-import h5async.reader.lifetime, h5async.fill.filling
+import h5async.system.interruptions, h5async.fill.filling
 from h5async import AsyncReader, ReaderClosedError
 
 FOLDER = os.environ["SLOW_FOLDER"]
@@ -215,7 +215,7 @@ made = threading.Thread(target=make)
 made.start()
 slow.slow_await(1)
 before = slow.slow_begun()
-h5async.reader.lifetime.close_all()
+h5async.system.interruptions.close_all()
 slow.slow_gate(0)
 made.join()
 print(slow.slow_begun() - before)
@@ -271,7 +271,7 @@ def test_the_interpreter_does_not_wait_for_a_disk_that_never_answers(folder, lib
     """At exit all readers are told to end before any is waited for, for one time together."""
     body = f"""
 import signal, time
-h5async.reader.lifetime.EXIT_SECONDS = 0.5 if {way!r} != "interrupted" else 1e6
+h5async.system.interruptions.EXIT_SECONDS = 0.5 if {way!r} != "interrupted" else 1e6
 readers = [opened(data_field="raw", num_threads=0 if {way!r} == "daemon" else 2) for _ in range(20)]
 slow.slow_gate(1)
 for reader in readers:

@@ -231,7 +231,7 @@ def test_readers_are_closed_before_h5py_is():
         "atexit.register = note\n"
         "import h5async\n"
         "h5async.AsyncReader(hdf5_path='sample_data/digits.h5').read([0])\n"
-        "ours = names.index('h5async.reader.lifetime.close_all')\n"
+        "ours = names.index('h5async.system.interruptions.close_all')\n"
         "theirs = [i for i, name in enumerate(names) if name.startswith('h5py.')]\n"
         "assert all(i < ours for i in theirs), names  # the last one runs first\n"
     )
