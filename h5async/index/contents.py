@@ -208,16 +208,16 @@ def names_in(
     return iter(found.items())
 
 
-def older_categories(located: Located, node: h5py.h5d.DatasetID) -> str | None:
+def older_categories(located: Located, node: h5py.h5d.DatasetID | None) -> str | None:
     """Return the path of the categories of a dataset of codes, as AnnData wrote them before 0.8.
 
     An attribute refers to them, or they lie in a group ``__categories`` beside the dataset. None if
     there are none; DatasetError if the attribute refers to something else; any exception of h5py if
-    metadata are damaged.
+    metadata are damaged. Without a `node`, it is of integers, and the attribute leads to none.
     """
-    if located.rest or node.get_type().get_class() != h5py.h5t.INTEGER:
+    if located.rest or (node is not None and node.get_type().get_class() != h5py.h5t.INTEGER):
         return None
-    if h5py.h5a.exists(node, b"categories"):
+    if node is not None and h5py.h5a.exists(node, b"categories"):
         reference = h5py.Dataset(node).attrs["categories"]
         if isinstance(reference, h5py.Reference) and reference:
             names = located.file[reference]

@@ -6,6 +6,7 @@ layout gets a `fallback_reason`, and `read/fallback.py` reads the dataset throug
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import operator
@@ -18,6 +19,7 @@ import numpy as np
 
 from h5async.core.binding import load_core
 from h5async.errors import DamagedError, DatasetError
+from h5async.index.alikedatasets import Headers
 from h5async.index.chunks import (
     TooManyChunksError,
     converted,
@@ -44,7 +46,7 @@ from h5async.index.hdf5 import (
     uses_fill_value,
 )
 from h5async.index.layout import DatasetLayout, Indexed, Storage, normal_axis
-from h5async.index.links import LastGroup, Located, Reach
+from h5async.index.links import LastGroup, Located, Reach, locate
 from h5async.index.sources import LOCAL_ONLY, VirtualSources, attached, external_layout
 from h5async.index.storedtypes import (
     Forms,
@@ -61,6 +63,7 @@ from h5async.index.tables import Piece, Slab
 from h5async.io.hdf5files import HDF5File
 from h5async.io.source import may_map, settled
 from h5async.io.stores import absolute_name, store_of
+from h5async.spelling import name_bytes
 from h5async.system.interruptions import suppressing
 
 _Kind = tuple[bytes, bytes, int, int, int]  # type, properties, as HDF5 encodes them; see `_kind`
@@ -90,6 +93,7 @@ class Indexer:
         reach.consulted.found(self._path, self._stamp, is_written=self._is_writer)
         self.reach = reach
         self._depth = depth
+        self._headers = Headers(file)
         # A layout of each kind found so far.
         self._alike: dict[_Kind, DatasetLayout] = (
             {} if reach.alike is None else reach.alike.datasets
@@ -130,6 +134,26 @@ class Indexer:
                     self._alike.clear()
                 self._alike[kind] = layout
             return layout
+
+    def recognized(self, path: str, num_dim: int) -> tuple[Located, DatasetLayout] | None:
+        """Find a dataset whose object header is like that of another one with the same name.
+
+        None if there is none, or any doubt: then HDF5 has to be asked.
+        """
+        if not self._headers.may_have((name_bytes(path.rpartition("/")[2]), num_dim)):
+            return None
+        with suppressing(Exception), contextlib.ExitStack() as files:
+            found = locate(self.file, path, self.reach, files, self.last_group)
+            if found.file is self.file and not found.rest:
+                key = found.name, num_dim
+                layout = self._headers.find(key, found.address, found.path, self._stamp, self._path)
+                return None if layout is None else (found, layout)
+        return None
+
+    def note(self, found: Located, layout: DatasetLayout, num_dim: int) -> None:
+        """Note the object header of a dataset of the file, to recognize others; see `Headers`."""
+        if found.file is self.file and not (found.rest or self._is_writer) and found.address > 0:
+            self._headers.note((found.name, num_dim), found.address, layout)
 
     def raw_layout(
         self, name: str, node: h5py.h5d.DatasetID, forms: Forms, num_dim: int = 0

@@ -277,7 +277,7 @@ BESIDE = Reach()  # only files that lie beside the file
 class Located(NamedTuple):
     """The end of a path: an object at `path` in a file, and the rest of the path after a dataset.
 
-    `group` holds the object, by `name`.
+    `group` holds the object, by `name`; `address` is that of the object, -1 if unknown.
     """
 
     file: HDF5File
@@ -285,6 +285,7 @@ class Located(NamedTuple):
     rest: tuple[str, ...]
     group: h5py.h5g.GroupID
     name: bytes
+    address: int = -1
 
     def open(self) -> h5py._objects.ObjectID:
         """Open the object; raises any exception if it is damaged."""
@@ -324,11 +325,11 @@ def locate(
         group, todo = found, todo[-1:]
     else:
         done = []
-    at, links = b".", 0
+    at, links, address = b".", 0, -1
     while todo:
         name = todo.pop(0)
         at = name_bytes(name)  # bytes: h5py takes no `str` for names that are not UTF-8
-        kind = _link_type(group, at)
+        kind, address = _link(group, at)
         if kind == h5py.h5l.TYPE_HARD:
             done.append(name)
             if todo:
@@ -358,7 +359,8 @@ def locate(
     if last is not None and not links and tuple(done[:-1]) not in last:
         last.clear()
         last[tuple(done[:-1])] = group
-    return Located(file, "/".join(done) or "/", (), group, at)
+    address = -1 if at == b"." else address
+    return Located(file, "/".join(done) or "/", (), group, at, address)
 
 
 def found_at(
@@ -389,11 +391,15 @@ def below(parent: str, path: str) -> str:
     return f"{file}{mark}{parent}/{rest}" if parent else path
 
 
-def _link_type(group: h5py.h5g.GroupID, name: bytes) -> int | None:
-    """Return the type of a link, or None; raises any exception if the group is damaged."""
+def _link(group: h5py.h5g.GroupID, name: bytes) -> tuple[int | None, int]:
+    """Return the type of a link, or None, and the address that a hard link leads to.
+
+    Raises any exception if the group is damaged.
+    """
     with suppressing(Exception):
-        return int(group.links.get_info(name).type)
-    return int(group.links.get_info(name).type) if group.links.exists(name) else None
+        found = group.links.get_info(name)
+        return int(found.type), int(found.u)
+    return (int(group.links.get_info(name).type) if group.links.exists(name) else None), -1
 
 
 def components(path: str) -> list[str]:

@@ -283,15 +283,20 @@ def layout_at(
     """Read the layout of the dataset at a path, in the indexer's file or another."""
     if isinstance(num_dim, tuple):
         return _layout_of_two(indexer, path, num_dim, wanted)
+    axis = num_dim if isinstance(num_dim, int) and not (wanted.dim_names or wanted.cf) else None
+    known = None if axis is None else indexer.recognized(path, axis)
+    if known is not None:
+        _require_no_codes(known[0], None, known[1], wanted)
+        return known[1]
     with contextlib.ExitStack() as files:
         found, node = _dataset_at(indexer.file, path, indexer.reach, files, indexer.last_group)
         if found.file is not indexer.file:
             indexer = Indexer(found.file, indexer.reach)
         layout = indexer.layout(found.path, node, found.rest, num_dim)
+        _require_no_codes(found, node, layout, wanted)
+        if axis is not None:
+            indexer.note(found, layout, axis)
         where = f'{found.file.filename}: dataset "{found.path}"'
-        is_integer = layout.dtype.kind in "iu"
-        if is_integer and not wanted.may_be_codes and _has_categories(found, node):
-            raise OtherKindError(f"{where} holds the codes of categories")
         if wanted.dim_names:
             names = partial(dimension_names, node, indexer.scale_names)
             layout = layout.changed(dim_names=_read_attributes(names, wanted, where))
@@ -301,10 +306,17 @@ def layout_at(
         return layout
 
 
-def _has_categories(found: Located, node: h5py.h5d.DatasetID) -> bool:
-    with suppressing(Exception):  # damaged metadata may raise anything; that is no matter here
-        return older_categories(found, node) is not None
-    return False
+def _require_no_codes(
+    found: Located, node: h5py.h5d.DatasetID | None, layout: DatasetLayout, wanted: Further
+) -> None:
+    """Reject codes of categories; without a `node`, no attribute says that they are."""
+    has_categories = False
+    if layout.dtype.kind in "iu" and not wanted.may_be_codes:
+        with suppressing(Exception):  # damaged metadata may raise anything; that is no matter here
+            has_categories = older_categories(found, node) is not None
+    if has_categories:
+        where = f'{found.file.filename}: dataset "{found.path}"'
+        raise OtherKindError(f"{where} holds the codes of categories")
 
 
 def _read_attributes(

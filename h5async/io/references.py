@@ -230,9 +230,7 @@ def structures(
             continue
         seen.add(place.offset)
         if is_header:
-            head = Cursor(read(place.offset, _LEAST_HEADER_NBYTES), form, place)
-            size, head_nbytes = _beginning(head)
-            nbytes = head.at + size + (0 if head_nbytes == _HEAD_V1_NBYTES else 4)
+            nbytes = _header_nbytes(read, place)
         data, addresses = read(place.offset, nbytes), []
         if len(data) != nbytes or data[:4] in _LEFT_TO_HDF5:
             raise ValueError("a structure of another kind")
@@ -253,6 +251,26 @@ def structures(
             kind: Literal["", "header"] = "header" if is_header else ""
             has_checksum = data.startswith(_WITH_CHECKSUM)
             yield Structure(place.offset, nbytes, addresses, kind, has_checksum)
+
+
+def _header_nbytes(read: Callable[[int, int], bytes], place: Place) -> int:
+    head = Cursor(read(place.offset, _LEAST_HEADER_NBYTES), Format(), place)
+    nbytes, head_nbytes = _beginning(head)
+    return head.at + nbytes + (0 if head_nbytes == _HEAD_V1_NBYTES else 4)
+
+
+def whole_header(read: Callable[[int, int], bytes], at: int) -> bytes:
+    """Return an object header, in a file with numbers of 8 bytes, if it consists of one block.
+
+    Otherwise one of `NONSENSE` is raised.
+    """
+    place = Place(at, _LEAST_HEADER_NBYTES)
+    data = read(at, _header_nbytes(read, place))
+    found = Cursor(data, Format(), place)
+    nbytes, head_nbytes = _beginning(found)
+    if any(kind == _CONTINUATION for kind, *_ in _messages(found, nbytes, head_nbytes)):
+        raise ValueError("an object header of several blocks")
+    return data
 
 
 def _cached(data: bytes, at: int, begin: int) -> Iterator[Address]:

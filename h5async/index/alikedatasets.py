@@ -1,0 +1,283 @@
+"""Finds layouts of datasets whose object headers are like that of another one, without HDF5.
+
+An object header holds all that HDF5 knows of a dataset but where its chunks are. So two datasets
+whose headers have the same bytes are stored in the same way. Only these may differ, and are checked
+like HDF5's answers: the first extent, times, the address of contiguous values, and of the index of
+chunks, which is read (`visits.py`); checksums; and the values of attributes that nobody asks for.
+
+`alikefiles.py` uses the same for files that are like others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.index.hdf5 import FIXED_ARRAY, Opened, checksum_function
+from h5async.index.layout import DatasetLayout, Indexed
+from h5async.index.storedtypes import DATASPACE, LAYOUT, message_of
+from h5async.index.tables import ChunkTable
+from h5async.index.visits import ChunkArray, ChunkTree, has_checksum
+from h5async.io.hdf5files import HDF5File
+from h5async.io.references import changeable, whole_header
+from h5async.io.source import FileStamp, Source
+from h5async.io.stores import LocalSource
+from h5async.system.interruptions import suppressing
+
+ASKED = (b"categories",)  # attributes whose values are always asked for
+_MOST_MISSES = 4  # datasets of a name in vain, after which it is left to HDF5
+_UNLIMITED = _UNDEFINED = (1 << 64) - 1
+
+
+class Recorded:
+    """Bytes of an open file: all of its `runs`, which are offsets and lengths.
+
+    Others have the same bytes where `fixed` is 255: at first nowhere.
+    """
+
+    def __init__(self, source: Source, runs: Iterable[tuple[int, int]]) -> None:
+        self.source, self.runs = source, tuple(runs)
+        self.data = b"".join(source.get_ranges(*zip(*self.runs, strict=True)))
+        self.fixed = np.zeros(len(self.data), np.uint8)
+
+    def at(self, begin: int, nbytes: int) -> int:
+        """Return the offset of a range of the file in the bytes; ValueError if not in them."""
+        before = 0
+        for first, length in self.runs:
+            if first <= begin and begin + nbytes <= first + length:
+                return before + begin - first
+            before += length
+        raise ValueError("HDF5 has not read it")
+
+    def set(self, begin: int, nbytes: int, fixed: int) -> int:
+        """Set whether a range of the file is fixed, 255, or may differ, 0; return its offset."""
+        at = self.at(begin, nbytes)
+        self.fixed[at : at + nbytes] = fixed
+        return at
+
+    def vary(self, begin: int, nbytes: int) -> int:
+        """Allow a range of the file to differ; return its offset in the bytes."""
+        return self.set(begin, nbytes, 0)
+
+    def vary_header(self, header: int, *, asks_attributes: bool) -> None:
+        """Allow an object's times to differ, and values of attributes if nobody asks for any."""
+        asked = None if asks_attributes else ASKED
+        for begin, nbytes in changeable(self.source.read, header, asked):
+            self.vary(begin, nbytes)
+
+    def vary_dataset(self, file: HDF5File, layout: DatasetLayout) -> AlikeDataset:
+        """Allow parts of a dataset's header to differ; ValueError if stored unusually."""
+        dataset = Opened(h5py.h5o.open(file.id, layout.path.encode()), self.source)
+        place, stored = message_of(dataset, LAYOUT)
+        is_known, listing = stored[0] in (3, 4, 5) and stored[1] == 1, None
+        if layout.chunks is None:
+            expected = layout.offset, math.prod(dataset.extents) * layout.stored_itemsize
+            if not is_known or (number(stored, 2), number(stored, 10)) != expected:
+                return AlikeDataset(layout)
+        elif not layout.chunks.offset.size:
+            if number(stored, 3 if stored[0] == 3 else len(stored) - 8) != _UNDEFINED:
+                raise ValueError("an index without chunks")
+            return AlikeDataset(layout)
+        else:
+            chunks_at, listing = self._vary_listing(layout, dataset, place, stored)
+        rows_at, most_at = self._vary_rows(dataset)
+        if listing is not None:
+            return AlikeDataset(layout, rows_at, most_at, chunks_at=chunks_at, listing=listing)
+        nbytes_at = self.vary(place + 10, 8) if rows_at >= 0 else -1
+        return AlikeDataset(layout, rows_at, most_at, self.vary(place + 2, 8), nbytes_at)
+
+    def _vary_rows(self, dataset: Opened) -> tuple[int, int]:
+        """Allow a dataset's first extent and its maximum to differ; return where; -1: fixed."""
+        place, space = message_of(dataset, DATASPACE)
+        version, rank, has_most = space[:3]
+        at = 8 if version == 1 else 4
+        is_usual = version < 3 and has_most < 2 and rank == len(dataset.extents)
+        if not is_usual or len(space) < at + 8 * rank * (1 + has_most):
+            return -1, -1
+        rows, most = number(space, at), number(space, at + 8 * rank)
+        if has_most and most not in (rows, _UNLIMITED):
+            return -1, -1
+        is_same = has_most and most == rows
+        most_at = self.vary(place + at + 8 * rank, 8) if is_same else -1
+        return self.vary(place + at, 8), most_at
+
+    def _vary_listing(
+        self, layout: DatasetLayout, dataset: Opened, place: int, stored: bytes
+    ) -> tuple[int, ChunkTree | ChunkArray]:
+        """Allow the chunks of a dataset to differ; return where the address of their index is."""
+        extents, known, source = dataset.chunks, layout.chunks, self.source
+        listing: ChunkTree | ChunkArray
+        nbytes = 0 if layout.filters else math.prod(extents) * layout.stored_itemsize
+        at = 3 if stored[0] == 3 else len(stored) - 8
+        address = number(stored, at)
+        if stored[0] == 3:
+            listing = ChunkTree(extents, layout.stored_itemsize, nbytes)
+        elif dataset.index_kind == FIXED_ARRAY:
+            listing = ChunkArray(extents, source.read(address, 8), nbytes)
+        else:
+            raise ValueError("another kind of chunk index")
+        found = listing.chunks(dataset.extents, address, dataset.end, source)
+        if (
+            found is None
+            or known is None
+            or known.index is not None
+            or not _are_equal(found, known)
+        ):
+            raise ValueError("its chunks are listed in another way")
+        return self.vary(place + at, 8), listing
+
+
+class AlikeDataset(NamedTuple):
+    """A dataset: its layout, and where in recorded bytes facts lie that may differ; -1: nowhere.
+
+    These are its first extent; the maximum of that extent, if both are equal; the address and size
+    of contiguous values; and the address of the index that lists its chunks.
+    """
+
+    layout: DatasetLayout
+    rows_at: int = -1
+    most_at: int = -1
+    offset_at: int = -1
+    nbytes_at: int = -1
+    chunks_at: int = -1
+    listing: ChunkTree | ChunkArray | None = None
+
+    def layout_in(
+        self, data: bytes, file: str, path: str, stamp: FileStamp, source: Source, end: int
+    ) -> DatasetLayout | None:
+        """Return the layout of a dataset of a file, which ends at `end`, with these bytes.
+
+        None if HDF5, or our own checks, would reject it.
+        """
+        layout, known = self.layout, self.layout.indexed
+        assert known is not None
+        shape, rest, nbytes = known.shape, layout.shape[len(known.shape) :], layout.stored_nbytes
+        offset = layout.offset if self.offset_at < 0 else number(data, self.offset_at)
+        chunks = layout.chunks
+        if self.rows_at >= 0:
+            shape = number(data, self.rows_at), *shape[1:]
+            if self.most_at >= 0 and number(data, self.most_at) != shape[0]:
+                return None
+        if self.nbytes_at >= 0:
+            nbytes = math.prod(shape) * layout.stored_itemsize
+            if number(data, self.nbytes_at) != nbytes or not nbytes:
+                return None
+        if self.listing is not None:
+            if self.most_at >= 0 and shape[0] < self.listing.extents[0]:
+                return None
+            chunks = self.listing.chunks(shape, number(data, self.chunks_at), end, source)
+            if chunks is None:
+                return None
+            nbytes, chunks = int(chunks.nbytes.sum()), chunks.shortened()
+        elif not offset or offset + nbytes > end:
+            return None
+        return layout.changed(
+            file=file,
+            stamp=stamp,
+            path=path,
+            shape=(*shape, *rest),
+            stored_nbytes=nbytes,
+            indexed=Indexed(known.digest, shape),
+            offset=offset,
+            chunks=chunks,
+        )
+
+
+def is_plain(layout: DatasetLayout) -> bool:
+    """Return whether a layout depends on nothing but where values lie in the file itself."""
+    is_alone = layout.segments is None and not (layout.sources or layout.attached)
+    is_direct = layout.fallback_reason is None and not layout.has_raw_edges
+    is_stored = layout.filters == layout.hdf5_filters and layout.sequences is None
+    is_usual = layout.storage in ("contiguous", "chunked") and not layout.member
+    return is_alone and is_direct and is_stored and is_usual
+
+
+def _are_equal(one: ChunkTable, other: ChunkTable) -> bool:
+    names = "offset", "nbytes", "filter_mask"
+    return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in names)
+
+
+def run_at(runs: Iterable[Sequence[int]], place: int) -> int:
+    """Return the number of the run, by its offset and length, in which a place in the file lies."""
+    for number, (begin, nbytes, *_) in enumerate(runs):
+        if begin <= place < begin + nbytes:
+            return number
+    raise ValueError("HDF5 has not read it")
+
+
+def number(data: bytes, at: int) -> int:
+    """Return the number of eight bytes at an offset."""
+    return int.from_bytes(data[at : at + 8], "little")
+
+
+class _Header(NamedTuple):
+    """The object header of a dataset, which others have, too, where `fixed` is 255."""
+
+    dataset: AlikeDataset
+    data: NDArray[np.uint8]
+    fixed: NDArray[np.uint8]
+
+
+class Headers:
+    """Recognizes the datasets of an open file by their object headers. Used by one thread.
+
+    Datasets with the same name, in different groups, are usually alike.
+    """
+
+    def __init__(self, file: HDF5File) -> None:
+        created = file.id.get_create_plist()
+        is_usual = (created.get_userblock(), *created.get_sizes()) == (0, 8, 8)
+        self._is_usable = is_usual and isinstance(file.source, LocalSource)
+        self._file, self._source = file, file.source
+        self._headers: dict[tuple[bytes, int], _Header] = {}
+        self._misses: Counter[tuple[bytes, int]] = Counter()  # since the last dataset found
+
+    def may_have(self, key: tuple[bytes, int]) -> bool:
+        """Return whether a header of this name and samples dimension is known."""
+        return key in self._headers
+
+    def find(
+        self, key: tuple[bytes, int], address: int, path: str, stamp: FileStamp, file: str
+    ) -> DatasetLayout | None:
+        """Return the layout of the dataset at an address; None if it is unlike the known one."""
+        header, end = self._headers.get(key), stamp.nbytes
+        if header is None or not 0 < address <= end - header.data.size:
+            return None
+        with suppressing(ValueError, OSError):
+            data = bytes(self._source.get_ranges([address], [header.data.size])[0])
+            if ((np.frombuffer(data, np.uint8) ^ header.data) & header.fixed).any():
+                return None
+            if data.startswith(b"OHDR") and not has_checksum(data):
+                return None
+            found = header.dataset.layout_in(data, file, path, stamp, self._source, end)
+            if found is not None:
+                self._misses[key] = 0
+            return found
+        return None
+
+    def note(self, key: tuple[bytes, int], address: int, layout: DatasetLayout) -> None:
+        """Remember the header of a dataset that HDF5 has read, if others have had its name."""
+        self._misses[key] += 1
+        if self._misses[key] < 2 or not (self._is_usable and is_plain(layout)):
+            return
+        self._headers.pop(key, None)
+        if self._misses[key] > _MOST_MISSES:
+            return
+        with suppressing(Exception):  # a damaged object may raise anything
+            nbytes = len(whole_header(self._source.read, address))
+            recorded = Recorded(self._source, [(address, nbytes)])
+            recorded.set(address, nbytes, 255)
+            recorded.vary_header(address, asks_attributes=False)
+            dataset = recorded.vary_dataset(self._file, layout)
+            if recorded.data.startswith(b"OHDR"):
+                if checksum_function() is None:
+                    return
+                recorded.vary(address + nbytes - 4, 4)
+            values = np.frombuffer(recorded.data, np.uint8)
+            self._headers[key] = _Header(dataset, values, recorded.fixed)
