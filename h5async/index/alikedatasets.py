@@ -10,16 +10,18 @@ chunks, which is read (`visits.py`); checksums; and the values of attributes tha
 
 from __future__ import annotations
 
+import itertools
 import math
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.index.hdf5 import FIXED_ARRAY, Opened, checksum_function
+from h5async.index.hdf5 import FIXED_ARRAY, Opened, checksum_function, edges_are_raw
 from h5async.index.layout import DatasetLayout, Indexed
 from h5async.index.storedtypes import DATASPACE, LAYOUT, message_of
 from h5async.index.tables import ChunkTable
@@ -30,7 +32,7 @@ from h5async.io.source import FileStamp, Source
 from h5async.io.stores import LocalSource
 from h5async.system.interruptions import suppressing
 
-ASKED = (b"categories",)  # attributes whose values are always asked for
+ASKED = (b"categories",)  # attributes whose values are always asked for; see `older_categories`
 _MOST_MISSES = 4  # datasets of a name in vain, after which it is left to HDF5
 _UNLIMITED = _UNDEFINED = (1 << 64) - 1
 
@@ -45,15 +47,19 @@ class Recorded:
         self.source, self.runs = source, tuple(runs)
         self.data = b"".join(source.get_ranges(*zip(*self.runs, strict=True)))
         self.fixed = np.zeros(len(self.data), np.uint8)
+        ends = itertools.accumulate(nbytes for _, nbytes in self.runs)
+        self._ordered = sorted(
+            (begin, nbytes, end - nbytes)
+            for (begin, nbytes), end in zip(self.runs, ends, strict=True)
+        )
+        self._begins = [begin for begin, _, _ in self._ordered]
 
     def at(self, begin: int, nbytes: int) -> int:
         """Return the offset of a range of the file in the bytes; ValueError if not in them."""
-        before = 0
-        for first, length in self.runs:
-            if first <= begin and begin + nbytes <= first + length:
-                return before + begin - first
-            before += length
-        raise ValueError("HDF5 has not read it")
+        first, length, at = self._ordered[bisect_right(self._begins, begin) - 1]
+        if not first <= begin or begin + nbytes > first + length:
+            raise ValueError("HDF5 has not read it")
+        return at + begin - first
 
     def set(self, begin: int, nbytes: int, fixed: int) -> int:
         """Set whether a range of the file is fixed, 255, or may differ, 0; return its offset."""
@@ -113,6 +119,8 @@ class Recorded:
         """Allow the chunks of a dataset to differ; return where the address of their index is."""
         extents, known, source = dataset.chunks, layout.chunks, self.source
         listing: ChunkTree | ChunkArray
+        if layout.filters and edges_are_raw(dataset.plist):
+            raise ValueError("chunks at the edge are stored in another way")
         nbytes = 0 if layout.filters else math.prod(extents) * layout.stored_itemsize
         at = 3 if stored[0] == 3 else len(stored) - 8
         address = number(stored, at)
@@ -201,14 +209,6 @@ def is_plain(layout: DatasetLayout) -> bool:
 def _are_equal(one: ChunkTable, other: ChunkTable) -> bool:
     names = "offset", "nbytes", "filter_mask"
     return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in names)
-
-
-def run_at(runs: Iterable[Sequence[int]], place: int) -> int:
-    """Return the number of the run, by its offset and length, in which a place in the file lies."""
-    for number, (begin, nbytes, *_) in enumerate(runs):
-        if begin <= place < begin + nbytes:
-            return number
-    raise ValueError("HDF5 has not read it")
 
 
 def number(data: bytes, at: int) -> int:

@@ -4,18 +4,23 @@ HDF5's answers about a file depend only on the bytes that it reads. These are re
 file of a collection, as a pattern: a file with the same bytes in the same places has the same
 layouts. All other files are left to HDF5, which also produces the errors.
 
-If all of these structures are known (superblocks, object headers, groups that are not large), a
-file has them where its addresses lead to, and the following may differ, too, and is checked like
-HDF5's answers:
+What HDF5 reads next depends only on what it has read. So if all of these structures are known
+(superblocks, object headers, groups that are not large), another file may have them in other
+places: each address by which HDF5 can have come to one either has the same bytes and leads to bytes
+that are the same, too, or is followed here. (Messages that lead to other objects, such as committed
+datatypes, are neither; files with them have fixed places.) The following may differ, too, because
+HDF5 does not interpret it, or because it is checked like HDF5's answers:
 
 - The end of the file, the addresses, and checksums.
 - A dataset's first extent, times, and the address of its contiguous values.
 - The chunks in a version 1 B-tree of one or two levels, or a fixed array, if none is missing.
-- The values of attributes, if none is asked for.
+- The values of attributes, if none is asked for; there must be none with the name `categories`.
 """
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -24,7 +29,8 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.index.alikedatasets import AlikeDataset, Recorded, is_plain, number, run_at
+from h5async.errors import H5AsyncError
+from h5async.index.alikedatasets import AlikeDataset, Recorded, is_plain, number
 from h5async.index.hdf5 import NotDirectError, checksum_function
 from h5async.index.layout import DatasetLayout
 from h5async.index.visits import has_checksum
@@ -131,7 +137,9 @@ class Alike:
         self, name: str, stamp: FileStamp, source: Source, patterns: list[_Pattern]
     ) -> _Layouts:
         for rank, pattern in enumerate(patterns):
-            found = pattern.layouts_of(name, stamp, source)
+            found = _Layouts()
+            with suppressing(ValueError, H5AsyncError):  # a structure is not where it should be
+                found = pattern.layouts_of(name, stamp, source)
             if found:
                 patterns.insert(0, patterns.pop(rank))  # the next file is probably like it
                 return found
@@ -231,9 +239,32 @@ def _noted(
         ranges = tuple(noting.ranges)  # without those that `_Maker` reads
         if not layouts or not all(is_plain(one) and one.file == path for one in layouts.values()):
             return layouts, None
-        with suppressing(*NONSENSE, NotDirectError):
-            return layouts, _Maker(file, ranges, asks_attributes).pattern(layouts, stamp)
+        for found in _structures_read(source, ranges), ():
+            with suppressing(*NONSENSE, NotDirectError):
+                maker = _Maker(file, ranges, found)
+                return layouts, maker.pattern(layouts, stamp, asks_attributes=asks_attributes)
         return layouts, None
+
+
+def _structures_read(source: Source, ranges: Sequence[_Range]) -> Sequence[Structure]:
+    """Return the structures that HDF5 has read; none if it has read others, too."""
+    begins = {begin for begin, _ in ranges}
+
+    def is_read(place: Place, is_header: bool) -> bool:
+        """Return whether HDF5 needs a structure: it reads more than the header it wants."""
+        if is_header:
+            return place.offset in begins
+        first, last = place.offset, place.offset + place.nbytes
+        return any(begin < last and first < end for begin, end in ranges)
+
+    with suppressing(*NONSENSE):
+        found = list(structures(source.read, is_read))
+        superblock = range(found[0].nbytes)  # which HDF5 reads in parts
+        known = {*superblock, *(one.offset for one in found)}
+        has_checksum = any(one.has_checksum for one in found)
+        if begins <= known and not (has_checksum and checksum_function() is None):
+            return found
+    return ()
 
 
 def _runs(ranges: Iterable[_Range], gap_nbytes: int) -> list[_Range]:
@@ -247,27 +278,33 @@ def _runs(ranges: Iterable[_Range], gap_nbytes: int) -> list[_Range]:
 
 
 class _Maker:
-    """Makes the pattern of an open file, of which HDF5 has read `ranges`."""
+    """Makes the pattern of an open file, of which HDF5 has read `ranges`: the `structures`.
 
-    def __init__(self, file: HDF5File, ranges: Sequence[_Range], asks_attributes: bool) -> None:
-        self._file, self._asks_attributes = file, asks_attributes
-        found = self._find_structures(ranges)
-        self._structures = [one for one in found if one.kind != "chunks"]
+    Without structures, all bytes are fixed, and in the same places.
+    """
+
+    def __init__(
+        self, file: HDF5File, ranges: Sequence[_Range], structures: Sequence[Structure]
+    ) -> None:
+        self._file, gap_nbytes = file, _GAP_NBYTES
+        self._structures = [one for one in structures if one.kind != "chunks"]
         if self._structures:
-            ranges = [(one.offset, one.offset + one.nbytes) for one in self._structures]
-        gap_nbytes = 0 if self._structures else _GAP_NBYTES  # in which others may lie
-        self._runs = [_Run(begin, end - begin) for begin, end in _runs(ranges, gap_nbytes)]
-        if sum(run.nbytes for run in self._runs) > _MOST_NBYTES:
+            gap_nbytes = 0  # in which other structures may lie
+            ranges = sorted((one.offset, one.offset + one.nbytes) for one in self._structures)
+            if any(end > begin for (_, end), (begin, _) in itertools.pairwise(ranges)):
+                raise ValueError("structures overlap")
+        runs = _runs(ranges, gap_nbytes)
+        if sum(end - begin for begin, end in runs) > _MOST_NBYTES:
             raise ValueError("HDF5 has read much")
-        self._starts = {one.offset for one in self._structures}
-        self._leads = [lead for one in self._structures for lead in one.addresses]
+        self._runs = [_Run(begin, end - begin) for begin, end in runs]
+        self._number: dict[int, int] = {}  # of the run of each structure, by its offset
         if self._structures:
-            self._runs = self._in_order_found()
+            self._order_as_found()
         self._recorded = Recorded(file.source, [run[:2] for run in self._runs])
         for begin, end in ranges:
             self._recorded.set(begin, end - begin, 255)
 
-    def pattern(self, layouts: _Layouts, stamp: FileStamp) -> _Pattern:
+    def pattern(self, layouts: _Layouts, stamp: FileStamp, *, asks_attributes: bool) -> _Pattern:
         """Return the pattern; ValueError for a kind of file that is not supported."""
         known, end, end_at = self._recorded, stamp.nbytes, -1
         leads, sums = list[tuple[int, int, int]](), list[_Range]()
@@ -276,65 +313,44 @@ class _Maker:
                 name: known.vary_dataset(self._file, layout) for name, layout in layouts.items()
             }
             end, end_at = 0, known.vary(_END_AT[known.data[len(SIGNATURE)]], 8)
-            for place, target, is_link in self._leads:
-                if target in self._starts:
-                    led = run_at(known.runs, target)
-                    leads.append((known.vary(place, 8), led, target - known.runs[led][0]))
-                elif is_link:
-                    known.vary(place, 8)
-            for one in self._structures:
-                if one.has_checksum:
-                    at = known.at(one.offset, one.nbytes)
-                    sums.append((at, at + one.nbytes))
-                    known.vary(one.offset + one.nbytes - 4, 4)
-                if one.kind == "header":
-                    known.vary_header(one.offset, asks_attributes=self._asks_attributes)
         else:
             datasets = {name: AlikeDataset(layout) for name, layout in layouts.items()}
+        for one in self._structures:
+            for place, target, may_ignore in one.addresses:
+                if target in self._number:
+                    led = self._number[target]
+                    leads.append((known.vary(place, 8), led, target - known.runs[led][0]))
+                elif may_ignore:
+                    known.vary(place, 8)
+            if one.has_checksum:
+                at = known.at(one.offset, one.nbytes)
+                sums.append((at, at + one.nbytes))
+                known.vary(one.offset + one.nbytes - 4, 4)
+            if one.kind == "header":
+                known.vary_header(one.offset, asks_attributes=asks_attributes)
         values, table = np.frombuffer(known.data, np.uint8), np.array(leads, np.int64)
         bounds = end, end_at, stamp.device
         return _Pattern(
             datasets, self._runs, values, known.fixed, table.reshape(-1, 3), sums, *bounds
         )
 
-    def _find_structures(self, ranges: Sequence[_Range]) -> list[Structure]:
-        """Return the structures that HDF5 has read; none if it has read others, too."""
-        begins = {begin for begin, _ in ranges}
-
-        def is_read(place: Place, is_header: bool) -> bool:
-            """Return whether HDF5 needs a structure: it reads more than the header it wants."""
-            if is_header:
-                return place.offset in begins
-            first, last = place.offset, place.offset + place.nbytes
-            return any(begin < last and first < end for begin, end in ranges)
-
-        with suppressing(*NONSENSE):
-            found = list(structures(self._file.source.read, is_read))
-            superblock = range(found[0].nbytes)  # which HDF5 reads in parts
-            known = {*superblock, *(one.offset for one in found)}
-            has_checksum = any(one.has_checksum for one in found)
-            if begins <= known and not (has_checksum and checksum_function() is None):
-                return found
-        return []
-
-    def _in_order_found(self) -> list[_Run]:
-        """Return the runs, each after one with an address that leads to it, by which it is found.
-
-        ValueError if there is no such order.
-        """
-        numbers, order, found = [0], [self._runs[0]], True
-        while found and len(order) < len(self._runs):
-            found = False
-            for place, target, _ in self._leads:
-                if target not in self._starts:
-                    continue
-                by, led = run_at(self._runs, place), run_at(self._runs, target)
-                if by in numbers and led not in numbers:
-                    run, of = self._runs[led], numbers.index(by)
-                    before = sum(one.nbytes for one in order[:of])
-                    at, found = before + place - order[of].begin, True
-                    order.append(run._replace(at=at, ahead=target - run.begin))
-                    numbers.append(led)
-        if not found:
-            raise ValueError("no address leads to metadata that HDF5 has read")
-        return order
+    def _order_as_found(self) -> None:
+        """Put each run after one with an address that leads to it, by which it is found."""
+        begins, order = [run.begin for run in self._runs], [self._runs[0]]
+        starts = {one.offset: bisect_right(begins, one.offset) - 1 for one in self._structures}
+        number, at = (
+            {0: 0},
+            {0: 0},
+        )  # of a run in the new order, and where its bytes are, by the old
+        nbytes = order[0].nbytes
+        for one in self._structures:
+            by = starts[one.offset]
+            for place, target, _ in one.addresses:
+                led = starts.get(target, 0)
+                if led not in number:
+                    run = self._runs[led]
+                    where = at[by] + place - self._runs[by].begin
+                    order.append(run._replace(at=where, ahead=target - run.begin))
+                    number[led], at[led] = len(number), nbytes
+                    nbytes += run.nbytes
+        self._runs, self._number = order, {place: number[old] for place, old in starts.items()}

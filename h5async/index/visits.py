@@ -343,8 +343,8 @@ class ChunkTree(NamedTuple):
     ) -> ChunkTable | None:
         """Return the chunks of a dataset of this shape, in a file that ends at `end`.
 
-        The root is `at` that offset. None if HDF5, or our own checks, would reject the tree;
-        ValueError if there is none.
+        The root is `at` that offset. ValueError or None if HDF5 or we would reject the tree, or it
+        is not there.
         """
         grid = grid_of(shape, self.extents)
         (root,) = self._nodes([at], end, source)
@@ -467,7 +467,7 @@ def _entry(rank: int) -> np.dtype[Any]:
     )
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=8)
 def _corners(grid: tuple[int, ...], extents: tuple[int, ...]) -> bytes:
     """Return the corners of a grid of chunks as a node lists them, each with an element offset."""
     corners = np.indices((*grid, 1), "<u8").reshape(len(grid) + 1, -1).T

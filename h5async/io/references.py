@@ -3,6 +3,8 @@
 The bytes of a structure enter; the places that it refers to leave, as the HDF5 File Format
 Specification (version 3.0) describes them. A guess only saves time: HDF5 reads and checks
 everything itself. So bytes that make no sense yield no guess, and never an error. Pure.
+
+`structures`, `changeable` and `whole_header` are no guesses: `index/alikefiles.py` depends on them.
 """
 
 from __future__ import annotations
@@ -183,12 +185,13 @@ def header_messages(
 class Address(NamedTuple):
     """An address in a structure: where it is in the file, and where it leads to.
 
-    `is_link`: to an object, or to a part of one; HDF5 may not have followed it.
+    HDF5 `may_ignore` it: a link to an object that is not asked for, or a copy, in a symbol table,
+    of addresses that the object's header has, too.
     """
 
     at: int
     target: int
-    is_link: bool = False
+    may_ignore: bool = False
 
 
 class Structure(NamedTuple):
@@ -207,11 +210,12 @@ class Structure(NamedTuple):
 def structures(
     read: Callable[[int, int], bytes], is_read: Callable[[Place, bool], bool]
 ) -> Iterator[Structure]:
-    """Yield the structures of a file: its superblock, then those that HDF5 has read, in no order.
+    """Yield the structures of a file: its superblock, then those that HDF5 has read.
 
-    `read` is given an offset in the file and a number of bytes; `is_read`, a place, and whether an
-    object header begins there: other structures are left out, with those they refer to. Raises one
-    of `NONSENSE` at a structure that is not as expected, or of a kind that is left to HDF5.
+    Each comes after one with an address that leads to it. `read` is given an offset in the file and
+    a number of bytes; `is_read`, a place, and whether an object header begins there: other
+    structures are left out, with those they refer to. Raises one of `NONSENSE` at a structure that
+    is not as expected, or of a kind that is left to HDF5.
     """
     beginning = read(0, _OLD_SUPERBLOCK_NBYTES)
     (form, root), version = read_superblock(beginning, 0), beginning[len(SIGNATURE)]
@@ -222,13 +226,15 @@ def structures(
     else:
         addresses = [Address(_ROOT_AT + 8, root.offset), *_cached(beginning, _ROOT_AT, 0)]
         yield Structure(0, _OLD_SUPERBLOCK_NBYTES, addresses)
-    todo, seen = [root], set[int]()
+    todo, sizes, visited = [root], dict[int, int](), set[int]()
     while todo:
         place = todo.pop()
         is_header, nbytes = place.find is object_header, place.nbytes
-        if place.offset in seen or not is_read(place, is_header):
+        if sizes.setdefault(place.offset, nbytes) != nbytes:
+            raise ValueError("two structures in one place")
+        if place.offset in visited or not is_read(place, is_header):
             continue
-        seen.add(place.offset)
+        visited.add(place.offset)
         if is_header:
             nbytes = _header_nbytes(read, place)
         data, addresses = read(place.offset, nbytes), []
@@ -285,8 +291,9 @@ def changeable(
 ) -> Iterator[tuple[int, int]]:
     """Yield the ranges of an object header with times, and with the values of attributes.
 
-    The latter are left out if `asked` is None, or has the attribute's name. Raises one of
-    `NONSENSE` if the header has an unknown form.
+    The latter are left out if `asked` is None. Raises one of `NONSENSE` if the header has an
+    unknown form, an attribute that is `asked` for, or a message that leads to another object, such
+    as a committed datatype.
     """
     signature, _, flags = struct.unpack("<4sBB", read(header, 6))
     if signature == b"OHDR" and flags & _HAS_TIMES:
@@ -294,14 +301,19 @@ def changeable(
     for place, kind, flags, body in header_messages(read, header, Format()):
         if kind == _MODIFIED and len(body) == 8:
             yield place + 4, 4
-        if kind != _ATTRIBUTE or flags & IS_SHARED or asked is None:
-            continue
-        version, is_shared, *sizes = _ATTRIBUTE_HEAD.unpack_from(body)
-        at = _ATTRIBUTE_HEAD.size + (version == 3)
-        begin = at + sum(-(-n // 8) * 8 if version == 1 else n for n in sizes)
-        name = body[at : at + sizes[0]].rstrip(b"\0")
-        if version in (1, 2, 3) and not (version > 1 and is_shared) and name not in asked:
-            yield place + begin, len(body) - begin
+        is_shared = flags & IS_SHARED
+        if kind == _ATTRIBUTE and not is_shared:
+            version, flags, *sizes = _ATTRIBUTE_HEAD.unpack_from(body)
+            is_shared = version > 1 and flags  # its datatype, or dataspace
+            at = _ATTRIBUTE_HEAD.size + (version == 3)
+            name, _, _ = body[at : at + sizes[0]].partition(b"\0")
+            if version not in (1, 2, 3) or name in (asked or ()):
+                raise ValueError("an attribute that says more")
+            begin = at + sum(-(-n // 8) * 8 if version == 1 else n for n in sizes)
+            if asked is not None:
+                yield place + begin, len(body) - begin
+        if is_shared:
+            raise ValueError("a shared message")
 
 
 def _layout(found: Cursor) -> Iterator[Place]:

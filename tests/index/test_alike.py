@@ -199,6 +199,13 @@ def without_hdf5(monkeypatch):
     return read
 
 
+def found_or_raised(path, reach, fields=FIELDS):
+    try:
+        return read_layouts(path, fields, reach)
+    except (H5AsyncError, OtherKindError) as error:
+        return str(error)
+
+
 def require_same(found, path, fields=FIELDS):
     alone = read_layouts(path, fields)
     assert list(found) == list(alone)
@@ -372,11 +379,11 @@ def test_each_structure_is_found_by_the_address_that_leads_to_it(tmp_path, witho
 
 def test_hdf5_reads_each_structure_by_itself(tmp_path, monkeypatch):
     """On this it depends that no unknown structure is read together with a known one."""
-    noted, find = [], alikefiles._Maker._find_structures
+    noted, find = [], alikefiles._structures_read
     monkeypatch.setattr(
-        alikefiles._Maker,
-        "_find_structures",
-        lambda self, ranges: noted.append((ranges, find(self, ranges))) or noted[-1][1],
+        alikefiles,
+        "_structures_read",
+        lambda source, ranges: noted.append((ranges, find(source, ranges))) or noted[-1][1],
     )
     alike = Reach(alike=Alike())
     for n in range(2):
@@ -405,13 +412,6 @@ def damaged(request, tmp_path_factory):
         path = write_alike(folder / f"{n}.h5", 40 + n, n, **STORAGES[request.param][0])
         read_layouts(path, FIELDS, Reach(alike=alike))
     return path, path.read_bytes(), alike
-
-
-def found_or_raised(path, reach):
-    try:
-        return read_layouts(path, FIELDS, reach)
-    except H5AsyncError as error:
-        return str(error)
 
 
 @pytest.mark.slow
