@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import time
@@ -17,7 +18,7 @@ from h5async.errors import H5AsyncError
 from h5async.index import alikefiles, metadata
 from h5async.index.alikefiles import Alike
 from h5async.index.datasets import Indexer
-from h5async.index.hdf5 import OtherKindError, checksum_function
+from h5async.index.hdf5 import OtherKindError, checksum_function, hdf5_function
 from h5async.index.links import Reach
 from h5async.index.metadata import read_layouts
 from h5async.index.tables import ChunkTable
@@ -399,6 +400,90 @@ def test_hdf5_reads_each_structure_by_itself(tmp_path, monkeypatch):
     }
     assert len(found) > 12
     assert apart == heaps
+
+
+def write_linked(path, number, libver, refers):
+    """Write two objects, in either order: the first, at the same address, is referred to."""
+    types = {"a": np.dtype("f4"), "b": np.dtype("i4")}
+    first, second = "ab" if number < 2 else "ba"
+    with h5py.File(path, "w", libver=libver) as file:
+        for group in types:
+            file[f"{group}/x"] = np.arange(5.0)
+        file["a/before"] = np.dtype("f8")
+        for group in first, second:
+            if refers == "type" or group == "a":
+                file[f"{group}/t"] = types[group]
+            else:
+                file[f"{group}/t"] = np.arange(3)
+        file["b/behind"] = np.dtype("f8")
+        if refers == "type":
+            file.create_dataset("b/other", (4,), file[f"{second}/t"])
+            file.create_dataset("data", (10, 3), file[f"{first}/t"])[...] = 1
+        else:
+            file["data"] = np.arange(9)
+            file["data"].attrs["categories"] = file[f"{first}/t"].ref
+
+
+@pytest.mark.parametrize("libver", [None, "v108", "latest"])
+@pytest.mark.parametrize("refers", ["type", "reference"])
+def test_what_messages_and_references_lead_to_is_not_moved(tmp_path, refers, libver):
+    """A datatype is committed, or categories are referred to; links also lead there."""
+    alike = Reach(alike=Alike())
+    fields = {name: Field(name) for name in ("data", "a/x", "b/x")}
+    for n in range(4):
+        path = tmp_path / f"{n}.h5"
+        write_linked(path, n, libver, refers)
+        alone = found_or_raised(path, Reach(), fields)
+        together = found_or_raised(path, alike, fields)
+        assert type(alone) is type(together)
+        if isinstance(alone, str):
+            assert "codes of categories" in alone == together
+        else:
+            require_same(together, path, fields)
+
+
+def test_chunks_at_the_edge_that_are_not_filtered(tmp_path):
+    set_options = hdf5_function("H5Pset_chunk_opts", ctypes.c_uint)
+    alike, fields = Reach(alike=Alike()), {"data": Field("data")}
+    for n, rows in enumerate((40, 40, 40, 37, 45)):
+        path = tmp_path / f"{n}.h5"
+        with h5py.File(path, "w", libver="latest") as file:
+            plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+            plist.set_chunk((10, 3))
+            plist.set_deflate(4)
+            assert set_options(plist.id, 2) >= 0  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS
+            space = h5py.h5s.create_simple((rows, 3))
+            made = h5py.h5d.create(file.id, b"data", h5py.h5t.IEEE_F32LE, space, plist)
+            h5py.Dataset(made)[...] = np.arange(rows * 3).reshape(rows, 3)
+        require_same(read_layouts(path, fields, alike), path, fields)
+
+
+def test_files_of_two_kinds_in_turns_have_two_patterns(tmp_path, without_hdf5):
+    alike, fields = Reach(alike=Alike()), {"data": Field("data")}
+    for n in range(8):
+        path = tmp_path / f"{n}.h5"
+        with h5py.File(path, "w") as file:
+            made = file.create_dataset("data", (40, 6), "f4", chunks=(10, 6))
+            if n % 2:
+                made[...] = n
+        found = without_hdf5(path, alike, fields) if n > 3 else read_layouts(path, fields, alike)
+        require_same(found, path, fields)
+
+
+@pytest.mark.parametrize("kind", ["one chunk", "committed", "unlimited"])
+def test_files_with_other_structures_have_the_same_bytes_in_the_same_places(
+    kind, tmp_path, without_hdf5
+):
+    alike, fields = Reach(alike=Alike()), {"data": Field("data")}
+    how = {"one chunk": {"chunks": (40, 6)}, "unlimited": {"chunks": (9, 6), "maxshape": (None, 6)}}
+    for n in range(5):
+        path = tmp_path / f"{n}.h5"
+        with h5py.File(path, "w", libver="latest") as file:
+            file["type"] = np.dtype("f4")
+            dtype = file["type"] if kind == "committed" else "f4"
+            file.create_dataset("data", (40, 6), dtype, **how.get(kind, {}))[...] = n
+        found = without_hdf5(path, alike, fields) if n > 1 else read_layouts(path, fields, alike)
+        require_same(found, path, fields)
 
 
 @pytest.fixture(
