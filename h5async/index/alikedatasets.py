@@ -15,6 +15,7 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable
+from functools import cached_property
 from typing import NamedTuple
 
 import h5py
@@ -231,12 +232,15 @@ class Headers:
     """
 
     def __init__(self, file: HDF5File) -> None:
-        created = file.id.get_create_plist()
-        is_usual = (created.get_userblock(), *created.get_sizes()) == (0, 8, 8)
-        self._is_usable = is_usual and isinstance(file.source, LocalSource)
         self._file, self._source = file, file.source
         self._headers: dict[tuple[bytes, int], _Header] = {}
         self._misses: Counter[tuple[bytes, int]] = Counter()  # since the last dataset found
+
+    @cached_property
+    def _is_usable(self) -> bool:
+        created = self._file.id.get_create_plist()
+        is_usual = (created.get_userblock(), *created.get_sizes()) == (0, 8, 8)
+        return is_usual and isinstance(self._source, LocalSource)
 
     def may_have(self, key: tuple[bytes, int]) -> bool:
         """Return whether a header of this name and samples dimension is known."""

@@ -37,11 +37,7 @@ from h5async.index.visits import has_checksum
 from h5async.io.hdf5files import HDF5File
 from h5async.io.indexreferences import NONSENSE, Place
 from h5async.io.metadatafile import MetadataFile
-from h5async.io.references import (
-    SIGNATURE,
-    Structure,
-    structures,
-)
+from h5async.io.references import SIGNATURE, Structure, structures
 from h5async.io.source import FileStamp, Source, open_regular, settled
 from h5async.io.stores import LocalSource, absolute_name, open_over
 from h5async.system.interruptions import suppressing
