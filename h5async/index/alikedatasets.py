@@ -35,6 +35,7 @@ from h5async.system.interruptions import suppressing
 
 ASKED = (b"categories",)  # attributes whose values are always asked for; see `older_categories`
 _MOST_MISSES = 4  # datasets of a name in vain, after which it is left to HDF5
+_MOST_NAMES = 4096  # that are counted
 _UNLIMITED = _UNDEFINED = (1 << 64) - 1
 
 
@@ -267,6 +268,8 @@ class Headers:
 
     def note(self, key: tuple[bytes, int], address: int, layout: DatasetLayout) -> None:
         """Remember the header of a dataset that HDF5 has read, if others have had its name."""
+        if len(self._misses) >= _MOST_NAMES:
+            self._misses.clear()
         self._misses[key] += 1
         if self._misses[key] < 2 or not (self._is_usable and is_plain(layout)):
             return
