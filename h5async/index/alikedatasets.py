@@ -14,7 +14,7 @@ import itertools
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ from h5async.index.storedtypes import DATASPACE, LAYOUT, message_of
 from h5async.index.tables import ChunkTable
 from h5async.index.visits import ChunkArray, ChunkTree, has_checksum
 from h5async.io.hdf5files import HDF5File
-from h5async.io.references import changeable, whole_header
+from h5async.io.references import changeable, header_blocks
 from h5async.io.source import FileStamp, Source
 from h5async.io.stores import LocalSource
 from h5async.system.interruptions import suppressing
@@ -219,9 +219,13 @@ def number(data: bytes, at: int) -> int:
 
 
 class _Header(NamedTuple):
-    """The object header of a dataset, which others have, too, where `fixed` is 255."""
+    """The object header of a dataset, which others have, too, where `fixed` is 255.
+
+    Its `blocks` are their lengths, and where in the bytes of those before their address is.
+    """
 
     dataset: AlikeDataset
+    blocks: Sequence[tuple[int, int]]
     data: NDArray[np.uint8]
     fixed: NDArray[np.uint8]
 
@@ -251,14 +255,19 @@ class Headers:
         self, key: tuple[bytes, int], address: int, path: str, stamp: FileStamp, file: str
     ) -> DatasetLayout | None:
         """Return the layout of the dataset at an address; None if it is unlike the known one."""
-        header, end = self._headers.get(key), stamp.nbytes
-        if header is None or not 0 < address <= end - header.data.size:
+        header, end, data = self._headers.get(key), stamp.nbytes, b""
+        if header is None:
             return None
         with suppressing(ValueError, OSError):
-            data = bytes(self._source.get_ranges([address], [header.data.size])[0])
+            for nbytes, at in header.blocks:
+                place = address if at < 0 else number(data, at)
+                if not 0 < place <= end - nbytes:
+                    return None
+                block = bytes(self._source.get_ranges([place], [nbytes])[0])
+                if block.startswith((b"OHDR", b"OCHK")) and not has_checksum(block):
+                    return None
+                data += block
             if ((np.frombuffer(data, np.uint8) ^ header.data) & header.fixed).any():
-                return None
-            if data.startswith(b"OHDR") and not has_checksum(data):
                 return None
             found = header.dataset.layout_in(data, file, path, stamp, self._source, end)
             if found is not None:
@@ -277,14 +286,18 @@ class Headers:
         if self._misses[key] > _MOST_MISSES:
             return
         with suppressing(Exception):  # a damaged object may raise anything
-            nbytes = len(whole_header(self._source.read, address))
-            recorded = Recorded(self._source, [(address, nbytes)])
-            recorded.set(address, nbytes, 255)
+            blocks = header_blocks(self._source.read, address)
+            recorded = Recorded(self._source, [block[:2] for block in blocks])
+            addresses = []
+            for begin, nbytes, at in blocks:
+                recorded.set(begin, nbytes, 255)
+                addresses.append((nbytes, -1 if at < 0 else recorded.vary(at, 8)))
             recorded.vary_header(address, asks_attributes=False)
             dataset = recorded.vary_dataset(self._file, layout)
             if recorded.data.startswith(b"OHDR"):
                 if checksum_function() is None:
                     return
-                recorded.vary(address + nbytes - 4, 4)
+                for begin, nbytes, _ in blocks:
+                    recorded.vary(begin + nbytes - 4, 4)
             values = np.frombuffer(recorded.data, np.uint8)
-            self._headers[key] = _Header(dataset, values, recorded.fixed)
+            self._headers[key] = _Header(dataset, addresses, values, recorded.fixed)

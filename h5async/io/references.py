@@ -4,7 +4,7 @@ The bytes of a structure enter; the places that it refers to leave, as the HDF5 
 Specification (version 3.0) describes them. A guess only saves time: HDF5 reads and checks
 everything itself. So bytes that make no sense yield no guess, and never an error. Pure.
 
-`structures`, `changeable` and `whole_header` are no guesses: `index/alikefiles.py` depends on them.
+`structures`, `changeable` and `header_blocks` are no guesses; `index/alikefiles.py` uses them.
 """
 
 from __future__ import annotations
@@ -265,18 +265,23 @@ def _header_nbytes(read: Callable[[int, int], bytes], place: Place) -> int:
     return head.at + nbytes + (0 if head_nbytes == _HEAD_V1_NBYTES else 4)
 
 
-def whole_header(read: Callable[[int, int], bytes], at: int) -> bytes:
-    """Return an object header, in a file with numbers of 8 bytes, if it consists of one block.
+def header_blocks(read: Callable[[int, int], bytes], at: int) -> list[tuple[int, int, int]]:
+    """Return the blocks of an object header in a file with numbers of 8 bytes.
 
-    Otherwise one of `NONSENSE` is raised.
+    These are offset, length, and where in the file the address of the block is; -1 for the first
+    one. One of `NONSENSE` is raised if the header has an unknown form.
     """
-    place = Place(at, _LEAST_HEADER_NBYTES)
-    data = read(at, _header_nbytes(read, place))
-    found = Cursor(data, Format(), place)
-    nbytes, head_nbytes = _beginning(found)
-    if any(kind == _CONTINUATION for kind, *_ in _messages(found, nbytes, head_nbytes)):
-        raise ValueError("an object header of several blocks")
-    return data
+    first = Place(at, _header_nbytes(read, Place(at, _LEAST_HEADER_NBYTES)), object_header)
+    blocks, todo = [(at, first.nbytes, -1)], [first]
+    for place in todo:  # (the list grows)
+        found = Cursor(read(place.offset, place.nbytes), Format(), place)
+        for one in place.find(found) if place.find is not None else ():
+            if isinstance(one.find, partial) and one.find.func is _continuation:
+                blocks.append((one.offset, one.nbytes, found.address_at))
+                todo.append(one)
+        if len(blocks) > _MOST_BLOCKS:
+            raise ValueError("an object header of too many blocks")
+    return blocks
 
 
 def _cached(data: bytes, at: int, begin: int) -> Iterator[Address]:
