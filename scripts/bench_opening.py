@@ -256,7 +256,7 @@ def groups(bench: Bench) -> None:
                     _ = dataset.shape
 
     def listing() -> None:
-        for _ in list_layouts(path):
+        for _ in list_layouts(path, with_attributes=True):
             pass
 
     peer = seconds(walk)

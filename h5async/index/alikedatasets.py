@@ -4,6 +4,9 @@ An object header holds all that HDF5 knows of a dataset but where its chunks are
 whose headers have the same bytes are stored in the same way. Only these may differ, and are checked
 like HDF5's answers: the first extent, times, the address of contiguous values, and of the index of
 chunks, which is read (`visits.py`); checksums; and the values of attributes that nobody asks for.
+So all else is the same: the datatype, other extents, the shape of chunks, filters, the fill value,
+how many links lead there, and the names, types and shapes of attributes. Chunks must be listed by a
+B-tree of version 1 or a fixed array. Whoever asks for another attribute adds it to `ASKED`.
 
 `alikefiles.py` uses the same for files that are like others.
 """
@@ -34,7 +37,8 @@ from h5async.io.stores import LocalSource
 from h5async.system.interruptions import suppressing
 
 ASKED = (b"categories",)  # attributes whose values are always asked for; see `older_categories`
-_MOST_MISSES = 4  # datasets of a name in vain, after which it is left to HDF5
+_MOST_HEADERS = 4  # kept per name
+_MOST_MISSES = 6  # consecutive datasets of a name in vain, after which it is left to HDF5
 _MOST_NAMES = 4096  # that are counted
 _UNLIMITED = _UNDEFINED = (1 << 64) - 1
 
@@ -42,7 +46,8 @@ _UNLIMITED = _UNDEFINED = (1 << 64) - 1
 class Recorded:
     """Bytes of an open file: all of its `runs`, which are offsets and lengths.
 
-    Others have the same bytes where `fixed` is 255: at first nowhere.
+    Others have the same bytes where `fixed` is 255: at first nowhere. First `fix` the bytes that
+    HDF5 has read, then `vary` those that may differ; drop this if that raises.
     """
 
     def __init__(self, source: Source, runs: Iterable[tuple[int, int]]) -> None:
@@ -63,15 +68,16 @@ class Recorded:
             raise ValueError("HDF5 has not read it")
         return at + begin - first
 
-    def set(self, begin: int, nbytes: int, fixed: int) -> int:
-        """Set whether a range of the file is fixed, 255, or may differ, 0; return its offset."""
+    def fix(self, begin: int, nbytes: int) -> None:
+        """Demand the same bytes in a range of the file."""
         at = self.at(begin, nbytes)
-        self.fixed[at : at + nbytes] = fixed
-        return at
+        self.fixed[at : at + nbytes] = 255
 
     def vary(self, begin: int, nbytes: int) -> int:
         """Allow a range of the file to differ; return its offset in the bytes."""
-        return self.set(begin, nbytes, 0)
+        at = self.at(begin, nbytes)
+        self.fixed[at : at + nbytes] = 0
+        return at
 
     def vary_header(self, header: int, *, asks_attributes: bool) -> None:
         """Allow an object's times to differ, and values of attributes if nobody asks for any."""
@@ -163,7 +169,7 @@ class AlikeDataset(NamedTuple):
     ) -> DatasetLayout | None:
         """Return the layout of a dataset of a file, which ends at `end`, with these bytes.
 
-        None if HDF5, or our own checks, would reject it.
+        None or ValueError if HDF5, or our own checks, would reject it.
         """
         layout, known = self.layout, self.layout.indexed
         assert known is not None
@@ -185,7 +191,7 @@ class AlikeDataset(NamedTuple):
             if chunks is None:
                 return None
             nbytes, chunks = int(chunks.nbytes.sum()), chunks.shortened()
-        elif not offset or offset + nbytes > end:
+        elif not offset or offset + nbytes > end:  # (-1: it was never written, and has no bytes)
             return None
         return layout.changed(
             file=file,
@@ -229,17 +235,39 @@ class _Header(NamedTuple):
     data: NDArray[np.uint8]
     fixed: NDArray[np.uint8]
 
+    def layout_of(
+        self, address: int, path: str, file: str, stamp: FileStamp, source: Source
+    ) -> DatasetLayout | None:
+        """Return the layout of the dataset at an address of a file; None if it is unlike this.
+
+        ValueError if its chunks are not listed as expected; OSError if the file cannot be read.
+        """
+        data = b""
+        for nbytes, at in self.blocks:
+            place = address if at < 0 else number(data, at)
+            if not 0 < place <= stamp.nbytes - nbytes:
+                return None
+            block = bytes(source.get_ranges([place], [nbytes])[0])
+            if block.startswith((b"OHDR", b"OCHK")) and not has_checksum(block):
+                return None
+            data += block
+        if ((np.frombuffer(data, np.uint8) ^ self.data) & self.fixed).any():
+            return None
+        return self.dataset.layout_in(data, file, path, stamp, source, stamp.nbytes)
+
 
 class Headers:
     """Recognizes the datasets of an open file by their object headers. Used by one thread.
 
-    Datasets with the same name, in different groups, are usually alike.
+    Datasets with the same name, in different groups, are usually of one kind or of a few. A name
+    with more of them is given up, and left to HDF5.
     """
 
     def __init__(self, file: HDF5File) -> None:
         self._file, self._source = file, file.source
-        self._headers: dict[tuple[bytes, int], _Header] = {}
-        self._misses: Counter[tuple[bytes, int]] = Counter()  # since the last dataset found
+        self._headers: dict[tuple[bytes, int], list[_Header]] = {}
+        # By name and samples dimension: the datasets that HDF5 has read since one was recognized.
+        self._misses: Counter[tuple[bytes, int]] = Counter()
 
     @cached_property
     def _is_usable(self) -> bool:
@@ -249,30 +277,20 @@ class Headers:
 
     def may_have(self, key: tuple[bytes, int]) -> bool:
         """Return whether a header of this name and samples dimension is known."""
-        return key in self._headers
+        return bool(self._headers.get(key))
 
     def find(
         self, key: tuple[bytes, int], address: int, path: str, stamp: FileStamp, file: str
     ) -> DatasetLayout | None:
-        """Return the layout of the dataset at an address; None if it is unlike the known one."""
-        header, end, data = self._headers.get(key), stamp.nbytes, b""
-        if header is None:
-            return None
-        with suppressing(ValueError, OSError):
-            for nbytes, at in header.blocks:
-                place = address if at < 0 else number(data, at)
-                if not 0 < place <= end - nbytes:
-                    return None
-                block = bytes(self._source.get_ranges([place], [nbytes])[0])
-                if block.startswith((b"OHDR", b"OCHK")) and not has_checksum(block):
-                    return None
-                data += block
-            if ((np.frombuffer(data, np.uint8) ^ header.data) & header.fixed).any():
-                return None
-            found = header.dataset.layout_in(data, file, path, stamp, self._source, end)
-            if found is not None:
-                self._misses[key] = 0
-            return found
+        """Return the layout of the dataset at an address; None if it is unlike all known ones."""
+        headers = self._headers.get(key, [])
+        for rank, header in enumerate(headers):
+            with suppressing(ValueError, OSError):
+                found = header.layout_of(address, path, file, stamp, self._source)
+                if found is not None:
+                    self._misses[key] = 0
+                    headers.insert(0, headers.pop(rank))
+                    return found
         return None
 
     def note(self, key: tuple[bytes, int], address: int, layout: DatasetLayout) -> None:
@@ -282,15 +300,15 @@ class Headers:
         self._misses[key] += 1
         if self._misses[key] < 2 or not (self._is_usable and is_plain(layout)):
             return
-        self._headers.pop(key, None)
         if self._misses[key] > _MOST_MISSES:
+            self._headers.pop(key, None)
             return
         with suppressing(Exception):  # a damaged object may raise anything
             blocks = header_blocks(self._source.read, address)
             recorded = Recorded(self._source, [block[:2] for block in blocks])
             addresses = []
             for begin, nbytes, at in blocks:
-                recorded.set(begin, nbytes, 255)
+                recorded.fix(begin, nbytes)
                 addresses.append((nbytes, -1 if at < 0 else recorded.vary(at, 8)))
             recorded.vary_header(address, asks_attributes=False)
             dataset = recorded.vary_dataset(self._file, layout)
@@ -300,4 +318,5 @@ class Headers:
                 for begin, nbytes, _ in blocks:
                     recorded.vary(begin + nbytes - 4, 4)
             values = np.frombuffer(recorded.data, np.uint8)
-            self._headers[key] = _Header(dataset, addresses, values, recorded.fixed)
+            found = _Header(dataset, addresses, values, recorded.fixed)
+            self._headers[key] = [found, *self._headers.get(key, [])[: _MOST_HEADERS - 1]]

@@ -80,6 +80,7 @@ class Alike:
         self._misses: Counter[_Key] = Counter()  # consecutive
         begin = _PRICE - FEW_FILES if num_files >= MANY_FILES else -num_files
         self._credit: defaultdict[_Key, int] = defaultdict(lambda: begin)
+        self._retried: set[_Key] = set()
         self._types = -1  # datatypes open at the last check, if no file was written; else -1
 
     def layouts(self, name: str, key: _Key, read: _Read, *, asks_attributes: bool) -> _Layouts:
@@ -111,6 +112,9 @@ class Alike:
                     patterns[:] = [pattern, *patterns[: _MOST_PATTERNS - 1]]
             elif self._misses[key] >= _MOST_MISSES:
                 patterns.clear()
+                if key not in self._retried:  # the first file may have been an odd one
+                    self._retried.add(key)
+                    self._credit[key] += _PRICE
             if source.stamp() == stamp:
                 return found
         return {}
@@ -298,7 +302,7 @@ class _Maker:
             self._order_as_found()
         self._recorded = Recorded(file.source, [run[:2] for run in self._runs])
         for begin, end in ranges:
-            self._recorded.set(begin, end - begin, 255)
+            self._recorded.fix(begin, end - begin)
 
     def pattern(self, layouts: _Layouts, stamp: FileStamp, *, asks_attributes: bool) -> _Pattern:
         """Return the pattern; ValueError for a kind of file that is not supported."""

@@ -213,7 +213,8 @@ def older_categories(located: Located, node: h5py.h5d.DatasetID | None) -> str |
 
     An attribute refers to them, or they lie in a group ``__categories`` beside the dataset. None if
     there are none; DatasetError if the attribute refers to something else; any exception of h5py if
-    metadata are damaged. Without a `node`, it is of integers, and the attribute leads to none.
+    metadata are damaged. Without a `node`, it is of integers, and has no such attribute; see
+    `ASKED` of `alikedatasets.py`.
     """
     if located.rest or (node is not None and node.get_type().get_class() != h5py.h5t.INTEGER):
         return None
