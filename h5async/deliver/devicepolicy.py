@@ -103,9 +103,9 @@ def find_gpu(number: int | None = None) -> tuple[Gpu, str]:
 
     `MissingGpuError` is raised if CuPy or the GPU is missing, `DeviceError` if it cannot be used.
     """
+    cupy = import_cupy()
     from h5async.deliver.gpu import Gpu
 
-    cupy = import_cupy()
     try:
         count = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:

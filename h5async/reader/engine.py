@@ -6,6 +6,7 @@ be garbage-collected, and its engine closed.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -22,6 +23,7 @@ from h5async.deliver.slots import SlotRing
 from h5async.errors import (
     ConfigError,
     DatasetError,
+    H5AsyncError,
     ReaderClosedError,
     ReadError,
     taking_memory,
@@ -75,14 +77,21 @@ class Engine:
         """Open the dataset, and start the threads; after an exception, call `close`."""
         self.has_opened.is_set = False
         begin = time.perf_counter()
+        what = f"{paths_text(self.setup.config.hdf5_path)} cannot be opened"
         try:
             interruptions.register(self)
-            what = f"{paths_text(self.setup.config.hdf5_path)} cannot be opened"
             with taking_memory(what, _REMEDY):
                 self._open()
             self._open_seconds = time.perf_counter() - begin
             self._log(self._open_seconds)
             self.ring.check_open()  # exit handlers may have closed it meanwhile
+        except OSError as error:  # where a module is imported, for example
+            if isinstance(error, H5AsyncError) or error.errno != errno.EMFILE:
+                raise
+            raise ReadError(
+                f"{what}: this process has too many open files; close some, or raise the limit on"
+                " open files (ulimit -n)"
+            ) from error
         finally:
             self.has_opened.set()
 
