@@ -428,6 +428,11 @@ def test_groups_that_do_not_fit(demos, tmp_path):
             file[f"demo_{n}/a"], file[f"demo_{n}/b"] = np.zeros(9), np.zeros(9 - 2 * n)
     with pytest.raises(DatasetError, match="a and b have 9 and 7 rows in sequence 1"):
         reader_of([tmp_path / "short.h5"], {"a": "a", "b": "b"}, sequences={"groups": "demo_*"})
+    with h5py.File(tmp_path / "unlike.h5", "w") as file:
+        file["demo_0/a"], file["demo_1/a"] = np.zeros((9, 2), "f4"), np.zeros((9, 2), "i8")
+    message = r'unlike\.h5: dataset "demo_0/a" has .* float32, but "demo_1/a" .* int64; groups can'
+    with pytest.raises(DatasetError, match=message):
+        reader_of([tmp_path / "unlike.h5"], {"a": "a"}, sequences={"groups": "demo_*"})
 
 
 @pytest.mark.parametrize("axes", [(0, 1), (1, 0), (-4, 1)])

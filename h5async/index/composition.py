@@ -202,11 +202,8 @@ def join_layouts(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
     for layout in layouts:
         same_rows = layout.row_shape == first.row_shape and layout.sample_axis == first.sample_axis
         if not same_rows or layout.dtype.newbyteorder("=") != first.dtype.newbyteorder("="):
-            raise DatasetError(
-                f'dataset "{first.path}" has samples of {_described(first, layout)} in'
-                f" {first.file}, but of {_described(layout, first)} in {layout.file}; files"
-                " can only be read as one if these are equal"
-            )
+            of = _described(first, layout), _described(layout, first)
+            raise _unlike(first, layout, "samples", *of)
         # (Ragged values that belong to no sample are left out.)
         first_row, behind = (
             (0, layout.num_samples) if layout.spans is None else layout.spans[[0, -1]]
@@ -270,15 +267,27 @@ def joined_cf(
     return tuple(joined) or layouts[0].cf
 
 
+def _unlike(
+    first: DatasetLayout, layout: DatasetLayout, what: str, of_first: str, of_layout: str
+) -> DatasetError:
+    """Return the error that two datasets cannot be read as one: of two files, or groups of one."""
+    if layout.file != first.file:
+        return DatasetError(
+            f'dataset "{first.path}" has {what} of {of_first} in {first.file}, but of {of_layout}'
+            f" in {layout.file}; files can only be read as one if these are equal"
+        )
+    return DatasetError(
+        f'{first.file}: dataset "{first.path}" has {what} of {of_first}, but "{layout.path}" of'
+        f" {of_layout}; groups can only be read as one if these are equal: store them alike, or"
+        " leave groups out with the option only of Sequences"
+    )
+
+
 def _joined_heaps(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
     first, heaps, count = layouts[0], [], 0
     for layout in layouts:
         if layout.dtype != first.dtype or layout.shape[1:] != first.shape[1:] or not layout.heaps:
-            raise DatasetError(
-                f'dataset "{first.path}" has values of {first.dtype} in {first.file}, but of'
-                f" {layout.dtype} in {layout.file}; files can only be read as one if these are"
-                " equal"
-            )
+            raise _unlike(first, layout, "values", str(first.dtype), str(layout.dtype))
         heaps += [heap._replace(first_sample=heap.first_sample + count) for heap in layout.heaps]
         count += layout.sample_count
     lengths = np.concatenate([y.lengths for y in layouts if y.lengths is not None])
