@@ -23,7 +23,6 @@ from typing import NamedTuple
 
 import h5py
 import numpy as np
-from numpy.typing import NDArray
 
 from h5async.index.hdf5 import FIXED_ARRAY, Opened, checksum_function, edges_are_raw
 from h5async.index.layout import DatasetLayout, Indexed
@@ -44,7 +43,7 @@ _UNLIMITED = _UNDEFINED = (1 << 64) - 1
 
 
 class Recorded:
-    """Bytes of an open file: all of its `runs`, which are offsets and lengths.
+    """Bytes of an open file: all of its `runs`, which are offsets and lengths, and lie apart.
 
     Others have the same bytes where `fixed` is 255: at first nowhere. First `fix` the bytes that
     HDF5 has read, then `vary` those that may differ; drop this if that raises.
@@ -60,6 +59,8 @@ class Recorded:
             for (begin, nbytes), end in zip(self.runs, ends, strict=True)
         )
         self._begins = [begin for begin, _, _ in self._ordered]
+        if any(a + nbytes > b for (a, nbytes, _), (b, *_) in itertools.pairwise(self._ordered)):
+            raise ValueError("runs overlap")
 
     def at(self, begin: int, nbytes: int) -> int:
         """Return the offset of a range of the file in the bytes; ValueError if not in them."""
@@ -67,6 +68,11 @@ class Recorded:
         if not first <= begin or begin + nbytes > first + length:
             raise ValueError("HDF5 has not read it")
         return at + begin - first
+
+    def is_like(self, data: bytes) -> bool:
+        """Return whether other bytes, as many, are the same where these are fixed."""
+        one, other = np.frombuffer(data, np.uint8), np.frombuffer(self.data, np.uint8)
+        return not ((one ^ other) & self.fixed).any()
 
     def fix(self, begin: int, nbytes: int) -> None:
         """Demand the same bytes in a range of the file."""
@@ -126,6 +132,7 @@ class Recorded:
     ) -> tuple[int, ChunkTree | ChunkArray]:
         """Allow the chunks of a dataset to differ; return where the address of their index is."""
         extents, known, source = dataset.chunks, layout.chunks, self.source
+        assert known is not None
         listing: ChunkTree | ChunkArray
         if layout.filters and edges_are_raw(dataset.plist):
             raise ValueError("chunks at the edge are stored in another way")
@@ -139,12 +146,7 @@ class Recorded:
         else:
             raise ValueError("another kind of chunk index")
         found = listing.chunks(dataset.extents, address, dataset.end, source)
-        if (
-            found is None
-            or known is None
-            or known.index is not None
-            or not _are_equal(found, known)
-        ):
+        if found is None or known.index is not None or not _are_equal(found, known):
             raise ValueError("its chunks are listed in another way")
         return self.vary(place + at, 8), listing
 
@@ -225,24 +227,23 @@ def number(data: bytes, at: int) -> int:
 
 
 class _Header(NamedTuple):
-    """The object header of a dataset, which others have, too, where `fixed` is 255.
+    """The object header of a dataset, which others have, too.
 
     Its `blocks` are their lengths, and where in the bytes of those before their address is.
     """
 
     dataset: AlikeDataset
     blocks: Sequence[tuple[int, int]]
-    data: NDArray[np.uint8]
-    fixed: NDArray[np.uint8]
+    recorded: Recorded
 
     def layout_of(
-        self, address: int, path: str, file: str, stamp: FileStamp, source: Source
+        self, address: int, path: str, file: str, stamp: FileStamp
     ) -> DatasetLayout | None:
         """Return the layout of the dataset at an address of a file; None if it is unlike this.
 
         ValueError if its chunks are not listed as expected; OSError if the file cannot be read.
         """
-        data = b""
+        data, source = b"", self.recorded.source
         for nbytes, at in self.blocks:
             place = address if at < 0 else number(data, at)
             if not 0 < place <= stamp.nbytes - nbytes:
@@ -251,7 +252,7 @@ class _Header(NamedTuple):
             if block.startswith((b"OHDR", b"OCHK")) and not has_checksum(block):
                 return None
             data += block
-        if ((np.frombuffer(data, np.uint8) ^ self.data) & self.fixed).any():
+        if not self.recorded.is_like(data):
             return None
         return self.dataset.layout_in(data, file, path, stamp, source, stamp.nbytes)
 
@@ -286,7 +287,7 @@ class Headers:
         headers = self._headers.get(key, [])
         for rank, header in enumerate(headers):
             with suppressing(ValueError, OSError):
-                found = header.layout_of(address, path, file, stamp, self._source)
+                found = header.layout_of(address, path, file, stamp)
                 if found is not None:
                     self._misses[key] = 0
                     headers.insert(0, headers.pop(rank))
@@ -317,6 +318,5 @@ class Headers:
                     return
                 for begin, nbytes, _ in blocks:
                     recorded.vary(begin + nbytes - 4, 4)
-            values = np.frombuffer(recorded.data, np.uint8)
-            found = _Header(dataset, addresses, values, recorded.fixed)
+            found = _Header(dataset, addresses, recorded)
             self._headers[key] = [found, *self._headers.get(key, [])[: _MOST_HEADERS - 1]]

@@ -162,16 +162,15 @@ class _Run(NamedTuple):
 class _Pattern(NamedTuple):
     """The common metadata of files that are alike.
 
-    They have the bytes `data`, those of all `runs`, wherever `fixed` is 255. `leads` are addresses:
-    where they are in `data`, the number of the run that they lead to, and the byte of it; `sums`,
-    ranges of `data` that end with a checksum. A file has at least `end` bytes; `end_at` is where in
-    `data` it declares its size, -1 if that is among the fixed bytes.
+    They have the bytes that are `recorded`, those of all `runs`. `leads` are addresses: where they
+    are in these bytes, the number of the run that they lead to, and the byte of it; `sums`, ranges
+    that end with a checksum. A file has at least `end` bytes; `end_at` is where it declares its
+    size, -1 if that is among the fixed bytes.
     """
 
     datasets: Mapping[str, AlikeDataset]
     runs: Sequence[_Run]
-    data: NDArray[np.uint8]
-    fixed: NDArray[np.uint8]
+    recorded: Recorded
     leads: NDArray[np.int64]
     sums: Sequence[_Range]
     end: int
@@ -189,14 +188,14 @@ class _Pattern(NamedTuple):
                 return {}
             data += source.get_ranges([begin], [run.nbytes])[0]
             begins.append(begin)
-        values, end = np.frombuffer(data, np.uint8), stamp.nbytes
-        if ((values ^ self.data) & self.fixed).any():
+        if not self.recorded.is_like(data):
             return {}
+        end = stamp.nbytes
         if self.end_at >= 0:
             end = number(data, self.end_at)
             last = max(begin + run.nbytes for begin, run in zip(begins, self.runs, strict=True))
             at, led, inside = self.leads.T
-            targets = values[at[:, None] + np.arange(8)].view("<i8")[:, 0]
+            targets = np.frombuffer(data, np.uint8)[at[:, None] + np.arange(8)].view("<i8")[:, 0]
             is_same = (targets - inside == np.array(begins)[led]).all()
             if not last <= end <= stamp.nbytes or not is_same:
                 return {}
@@ -328,21 +327,15 @@ class _Maker:
                 known.vary(one.offset + one.nbytes - 4, 4)
             if one.kind == "header":
                 known.vary_header(one.offset, asks_attributes=asks_attributes)
-        values, table = np.frombuffer(known.data, np.uint8), np.array(leads, np.int64)
-        bounds = end, end_at, stamp.device
-        return _Pattern(
-            datasets, self._runs, values, known.fixed, table.reshape(-1, 3), sums, *bounds
-        )
+        table = np.array(leads, np.int64).reshape(-1, 3)
+        return _Pattern(datasets, self._runs, known, table, sums, end, end_at, stamp.device)
 
     def _order_as_found(self) -> None:
         """Put each run after one with an address that leads to it, by which it is found."""
         begins, order = [run.begin for run in self._runs], [self._runs[0]]
         starts = {one.offset: bisect_right(begins, one.offset) - 1 for one in self._structures}
-        number, at = (
-            {0: 0},
-            {0: 0},
-        )  # of a run in the new order, and where its bytes are, by the old
-        nbytes = order[0].nbytes
+        # By the old number of a run: the new one, and where its bytes are in the new order.
+        number, at, nbytes = {0: 0}, {0: 0}, order[0].nbytes
         for one in self._structures:
             by = starts[one.offset]
             for place, target, _ in one.addresses:

@@ -284,10 +284,10 @@ def layout_at(
     if isinstance(num_dim, tuple):
         return _layout_of_two(indexer, path, num_dim, wanted)
     axis = num_dim if isinstance(num_dim, int) and not (wanted.dim_names or wanted.cf) else None
-    known = None if axis is None else indexer.recognized(path, axis)
-    if known is not None:
-        _require_no_codes(known[0], None, known[1], wanted)
-        return known[1]
+    if axis is not None and (known := indexer.recognized(path, axis)) is not None:
+        found, layout = known
+        _require_no_codes(found, None, layout, wanted)
+        return layout
     with contextlib.ExitStack() as files:
         found, node = _dataset_at(indexer.file, path, indexer.reach, files, indexer.last_group)
         if found.file is not indexer.file:

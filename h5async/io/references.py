@@ -226,15 +226,15 @@ def structures(
     else:
         addresses = [Address(_ROOT_AT + 8, root.offset), *_cached(beginning, _ROOT_AT, 0)]
         yield Structure(0, _OLD_SUPERBLOCK_NBYTES, addresses)
-    todo, sizes, visited = [root], dict[int, int](), set[int]()
+    todo, seen = [root], dict[int, int]()
     while todo:
         place = todo.pop()
         is_header, nbytes = place.find is object_header, place.nbytes
-        if sizes.setdefault(place.offset, nbytes) != nbytes:
+        if seen.get(place.offset, nbytes) != nbytes:
             raise ValueError("two structures in one place")
-        if place.offset in visited or not is_read(place, is_header):
+        if place.offset in seen or not is_read(place, is_header):
             continue
-        visited.add(place.offset)
+        seen[place.offset] = nbytes
         if is_header:
             nbytes = _header_nbytes(read, place)
         data, addresses = read(place.offset, nbytes), []
@@ -262,6 +262,8 @@ def structures(
 def _header_nbytes(read: Callable[[int, int], bytes], place: Place) -> int:
     head = Cursor(read(place.offset, _LEAST_HEADER_NBYTES), Format(), place)
     nbytes, head_nbytes = _beginning(head)
+    if nbytes > _MOST_HEADER_NBYTES:
+        raise ValueError("a large object header")
     return head.at + nbytes + (0 if head_nbytes == _HEAD_V1_NBYTES else 4)
 
 
@@ -279,8 +281,9 @@ def header_blocks(read: Callable[[int, int], bytes], at: int) -> list[tuple[int,
             if isinstance(one.find, partial) and one.find.func is _continuation:
                 blocks.append((one.offset, one.nbytes, found.address_at))
                 todo.append(one)
-        if len(blocks) > _MOST_BLOCKS:
-            raise ValueError("an object header of too many blocks")
+        nbytes = sum(nbytes for _, nbytes, _ in blocks)
+        if len(blocks) > _MOST_BLOCKS or nbytes >= _MOST_HEADER_NBYTES:
+            raise ValueError("a large object header")
     return blocks
 
 
